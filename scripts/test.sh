@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Sets everything up in .venv and runs all checks: ruff, mypy, pytest.
+#
+#   bash scripts/test.sh [pip arguments...]
+#
+# Arguments go to pip, for example --index-url. PYTHON= names an interpreter, PYTEST_ADDOPTS= reaches pytest
+# (PYTEST_ADDOPTS=--run-slow adds the slow tests), WORKERS= sets the number of test processes (2).
+
+source "$(dirname "$0")/lib.sh"
+pip_args=("$@")
+
+size="about 600 MB"
+has_gpu && size="several GB, most of it torch with CUDA"
+setup_venv .venv "$size" --editable '.[dev]'
+
+say "Lint"
+.venv/bin/ruff check .
+.venv/bin/ruff format --check .
+say "Types"
+bash scripts/typecheck.sh
+say "Tests"
+exec .venv/bin/python -m pytest -n "${WORKERS:-2}" --dist loadgroup
