@@ -8,7 +8,7 @@
 source "$(dirname "$0")/lib.sh"
 pip_args=("$@")
 
-size="about 250 MB"
+size="about 240 MB"
 has_gpu && size="several GB, most of it torch with CUDA"
 setup_venv .venv "$size" --editable .
 exec .venv/bin/replay-transformers demo

@@ -19,10 +19,10 @@ die() {
   exit 1
 }
 
-# Prints the first interpreter that is new enough and can make virtual environments. PYTHON= overrides the search.
+# Prints the first interpreter that is new enough and can make virtual environments; PYTHON= replaces the list.
 find_python() {
   local candidate
-  for candidate in ${PYTHON:+"$PYTHON"} python3.11 python3.12 python3.13 python3.10 python3; do
+  for candidate in ${PYTHON:-python3.11 python3.12 python3.13 python3.10 python3}; do
     if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; then
       printf '%s\n' "$candidate"
       return
@@ -38,7 +38,7 @@ has_gpu() { nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }
 install() {
   local venv=$1
   shift
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check ${pip_args[@]+"${pip_args[@]}"} "$@"
+  "$venv/bin/python" -m pip install -qq --disable-pip-version-check ${pip_args[@]+"${pip_args[@]}"} "$@"
 }
 
 # Leaves a torch that is already there alone. Without a GPU it asks for the CPU build by name first, since the plain

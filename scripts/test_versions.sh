@@ -24,7 +24,7 @@ pip_args=("$@")
 
 failed=()
 for version in "${versions[@]}"; do
-  setup_venv ".venvs/$version" "about 250 MB" --editable '.[test]' "transformers==$version"
+  setup_venv ".venvs/$version" "about 240 MB" --editable '.[test]' "transformers==$version"
   say "Tests on transformers $version"
   ".venvs/$version/bin/python" -m pytest -n "${WORKERS:-2}" --dist loadgroup -m "$tests" || failed+=("$version")
 done

@@ -15,5 +15,5 @@ mkdir -p "$tree/replay_transformers"
 ln -s "$root"/replay_transformers/* "$root/kernels" "$root/patches" "$tree/replay_transformers"
 
 cd "$tree"
-"$root/.venv/bin/mypy" --config-file "$root/setup.cfg" --cache-dir "$root/.mypy_cache" --pretty "$@" -p replay_transformers |
+"$root/.venv/bin/mypy" --config-file "$root/setup.cfg" --cache-dir "$root/.mypy_cache" "$@" -p replay_transformers |
   sed -E 's#^replay_transformers/(kernels|patches)/#\1/#'
