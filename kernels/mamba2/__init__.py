@@ -1,0 +1,1 @@
+"""Mamba-2 (Nemotron-H): replay step, fold and scan."""

@@ -1,0 +1,155 @@
+"""`generate(cache_implementation="replay" | "replay_static")`: builds, pools and checks the caches of a call."""
+
+import functools
+import threading
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from replay_transformers.cache import ReplayCache
+from replay_transformers.config import ReplayConfig
+from replay_transformers.geometry import FAMILIES, layer_geometries, text_config
+from replay_transformers.patches.pool import CachePool
+from replay_transformers.patches.versions import CACHE_ARGUMENTS, cache_argument
+
+__all__ = ["CACHE_NAMES", "STATIC_NAME", "GenerateSettings", "wrap_generate", "wrap_prepare_cache"]
+
+GROWING_NAME, STATIC_NAME = "replay", "replay_static"
+CACHE_NAMES = (GROWING_NAME, STATIC_NAME)
+
+
+@dataclass
+class GenerateSettings:
+    """What the wrapped functions share while the patches are on.
+
+    Args:
+        default: supported models use a replay cache unless the call asks for another one.
+        prepare_model: called with the model before a replay cache is used with it.
+        pool: idle caches.
+    """
+
+    default: bool = False
+    prepare_model: Callable[[Any], None] = lambda model: None
+    pool: CachePool = field(default_factory=CachePool)
+    calls: threading.local = field(default_factory=threading.local)
+
+    def borrowed(self) -> list[tuple[Any, Hashable, ReplayCache]]:
+        """The caches lent to the innermost running `generate` call of this thread: ``(model, key, cache)``."""
+        stack = getattr(self.calls, "stack", None)
+        return stack[-1] if stack else []
+
+
+def wrap_generate(original: Callable[..., Any], settings: GenerateSettings) -> Callable[..., Any]:
+    """`GenerationMixin.generate` that gives the caches it borrowed back to the pool, unless the user got them."""
+
+    @functools.wraps(original)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        stack = settings.calls.__dict__.setdefault("stack", [])
+        borrowed: list[tuple[Any, Hashable, ReplayCache]] = []
+        stack.append(borrowed)
+        try:
+            result = original(self, *args, **kwargs)
+        finally:
+            stack.pop()
+        # reached only without an exception: what a broken-off call used is left to the garbage collector
+        returned = [value for name, value in _items(result) if name in CACHE_ARGUMENTS]
+        for model, key, cache in borrowed:
+            if not any(value is cache for value in returned):
+                settings.pool.give_back(model, key, cache)
+        return result
+
+    return generate
+
+
+def _items(result: Any) -> list[tuple[str, Any]]:
+    return list(result.items()) if isinstance(result, dict) else []
+
+
+def wrap_prepare_cache(original: Callable[..., Any], settings: GenerateSettings) -> Callable[..., Any]:
+    """`GenerationMixin._prepare_cache_for_generation` that knows the replay caches."""
+
+    @functools.wraps(original)
+    def prepare(
+        self: Any,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        rest = (generation_mode, batch_size, max_cache_length, *args)
+        users_cache = cache_argument(model_kwargs)
+        if isinstance(users_cache, ReplayCache):
+            _check_users_cache(self, users_cache, generation_config, max_cache_length)
+            settings.prepare_model(self)
+            return original(self, generation_config, model_kwargs, *rest, **kwargs)
+        name = generation_config.cache_implementation
+        if name is None and settings.default and users_cache is None and _is_supported(self):
+            name = GROWING_NAME
+        if name not in CACHE_NAMES or users_cache is not None or generation_config.use_cache is False:
+            return original(self, generation_config, model_kwargs, *rest, **kwargs)
+
+        rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        if generation_config.max_cache_len is not None:
+            max_cache_length = max(max_cache_length, generation_config.max_cache_len)
+        cache = _borrow(self, settings, generation_config, rows, max_cache_length if name == STATIC_NAME else None)
+        settings.prepare_model(self)
+        if generation_config.is_assistant:
+            cache.activate_past_recording()
+        model_kwargs[_argument_name(self)] = cache
+        return None
+
+    return prepare
+
+
+def _argument_name(model: Any) -> str:
+    """Under which name the model's `generate` passes its cache on."""
+    from packaging.version import Version
+    from transformers import __version__
+
+    return "cache" if Version(__version__) >= Version("5.24.0") else "past_key_values"
+
+
+def _is_supported(model: Any) -> bool:
+    try:
+        layer_geometries(model.config)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def _borrow(
+    model: Any, settings: GenerateSettings, generation_config: Any, rows: int, max_cache_len: int | None
+) -> ReplayCache:
+    if text_config(model.config).model_type not in FAMILIES:
+        raise NotImplementedError(
+            f"cache_implementation={generation_config.cache_implementation!r} does not support "
+            f"{type(model).__name__} (model type {text_config(model.config).model_type!r}); it supports "
+            f"{sorted(FAMILIES)}"
+        )
+    replay_config = ReplayConfig.from_dict(generation_config.cache_config)
+    key = (rows, replay_config, max_cache_len, model.dtype, model.device)
+    cache = settings.pool.take(model, key)
+    if cache is None:
+        cache = ReplayCache(model.config, replay_config, max_cache_len=max_cache_len)
+    settings.borrowed().append((model, key, cache))
+    return cache
+
+
+def _check_users_cache(model: Any, cache: ReplayCache, generation_config: Any, max_cache_length: int) -> None:
+    if generation_config.cache_config is not None:
+        raise ValueError(
+            "cache_config is only for caches that generate builds; the ReplayCache passed here has its own settings "
+            f"({cache.replay_config})"
+        )
+    if cache.geometries != layer_geometries(model.config):
+        raise ValueError(
+            "the ReplayCache passed to generate was built for another model: build one with ReplayCache(model.config)"
+        )
+    if cache.max_cache_len is not None and max_cache_length > cache.max_cache_len:
+        raise ValueError(
+            f"this call may reach {max_cache_length} cached tokens, and the ReplayCache was built with "
+            f"max_cache_len={cache.max_cache_len}: build a larger one or lower max_new_tokens"
+        )

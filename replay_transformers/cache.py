@@ -1,0 +1,320 @@
+"""`ReplayCache`: a transformers cache whose state-space layers keep recent inputs instead of rewriting their state."""
+
+import copy
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from replay_transformers.attention import EmptyLayer, FixedAttentionLayer, GrowingAttentionLayer
+from replay_transformers.config import ReplayConfig
+from replay_transformers.cursor import Cursor
+from replay_transformers.geometry import layer_geometries
+from replay_transformers.layers import LAYER_CLASSES, ReplayLayer
+
+__all__ = ["ReplayCache"]
+
+
+
+
+class ReplayCache(Cache):
+    """A cache for hybrid state-space models: per state-space layer a checkpoint and a ring of recent inputs.
+
+    A plain decode step reads the checkpoint once and writes only the token's inputs; every ``window`` steps a flush
+    folds the ring into the checkpoint. By default every forward is committed at once. After `activate_past_recording`
+    the last ``max_draft`` tokens stay uncommitted until `crop` says how many of them to reject, by moving a pointer.
+
+    Args:
+        config: the model's configuration (`model.config`).
+        replay_config: settings; None gives `ReplayConfig()`.
+        max_cache_len: tokens the attention layers can hold. Given, every shape is fixed (for compiled decoding and
+            CUDA graphs); None, the attention layers grow.
+
+    Raises:
+        ValueError: arguments of the wrong type or range.
+        NotImplementedError: a model family or layer type that the replay cache does not know.
+
+    Example:
+        ```python
+        import torch
+        from transformers import AutoModelForCausalLM
+        import replay_transformers as rt
+
+        model = AutoModelForCausalLM.from_pretrained(rt.sample_model("nemotron_h"))
+        cache = rt.ReplayCache(model.config, rt.ReplayConfig(window=8))
+        with rt.enable(), torch.no_grad():
+            model(torch.tensor([[5, 6, 7]]), past_key_values=cache)
+        assert cache.get_seq_length() == 3
+        ```
+    """
+
+    def __init__(
+        self, config: Any, replay_config: ReplayConfig | None = None, max_cache_len: int | None = None
+    ) -> None:
+        if replay_config is None:
+            replay_config = ReplayConfig()
+        if not isinstance(replay_config, ReplayConfig):
+            raise ValueError(f"replay_config must be a ReplayConfig or None, got {type(replay_config).__name__}")
+        if max_cache_len is not None and (
+            isinstance(max_cache_len, bool) or not isinstance(max_cache_len, int) or max_cache_len < 1
+        ):
+            raise ValueError(f"max_cache_len must be a positive int or None, got {max_cache_len!r}")
+        self.replay_config = replay_config
+        self.max_cache_len = max_cache_len
+        self.geometries = layer_geometries(config)
+        self.cursor = Cursor(replay_config)
+        super().__init__(layers=self._build_layers())
+
+    def _build_layers(self) -> list[Any]:
+        state_space = [i for i, geometry in enumerate(self.geometries) if geometry.kind in LAYER_CLASSES]
+        layers: list[Any] = []
+        for index, geometry in enumerate(self.geometries):
+            if geometry.kind in LAYER_CLASSES:
+                order = state_space.index(index)
+                last = index == state_space[-1]
+                layers.append(
+                    LAYER_CLASSES[geometry.kind](geometry, self.replay_config, self.cursor, order=order, last=last)
+                )
+            elif geometry.kind == "none":
+                layers.append(EmptyLayer())
+            elif self.max_cache_len is None:
+                layers.append(GrowingAttentionLayer())
+            else:
+                layers.append(FixedAttentionLayer(max_cache_len=self.max_cache_len))
+        return layers
+
+    def __repr__(self) -> str:
+        kind = "growing" if self.max_cache_len is None else f"max_cache_len={self.max_cache_len}"
+        return f"ReplayCache({len(self.layers)} layers, {self.replay_config}, {kind})"
+
+    # -- layers by kind -----------------------------------------------------------------------------------------------
+
+    @property
+    def replay_layers(self) -> list[ReplayLayer]:
+        """The state-space layers, in order."""
+        return [layer for layer in self.layers if isinstance(layer, ReplayLayer)]
+
+    @property
+    def attention_layers(self) -> list[Any]:
+        """The attention layers, in order."""
+        return [layer for layer in self.layers if isinstance(layer, CacheLayerMixin)]
+
+    # -- lengths ------------------------------------------------------------------------------------------------------
+
+    @property
+    def batch_size(self) -> int:
+        """Rows in the cache, or -1 before the first forward."""
+        return self.cursor.batch_size
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether all shapes are fixed."""
+        return self.max_cache_len is not None
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """All False: in a replay cache every layer knows how many tokens it has seen.
+
+        transformers uses the property to tell caches without a length, whose prompts it cannot slice.
+        """
+        return [False] * len(self.layers)
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """Tokens seen, padding and uncommitted tokens included; the same for every layer between two forwards.
+
+        Returns:
+            An int; a 0-d int64 tensor if the shapes are fixed, as in `StaticCache`.
+        """
+        if self.cursor.fresh:
+            return 0
+        attention = self.attention_layers
+        if attention and attention[0].is_initialized:
+            return attention[0].get_seq_length()
+        length = self.cursor.lengths().max()
+        return length if self.is_compileable else int(length)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """``(kv_length, kv_offset)`` of the attention mask for ``query_length`` new tokens."""
+        if self.max_cache_len is not None:
+            return self.max_cache_len, 0
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Tokens the cache can hold; -1 without a limit."""
+        return -1 if self.max_cache_len is None else self.max_cache_len
+
+    # -- states -------------------------------------------------------------------------------------------------------
+
+    def state(self, layer_idx: int) -> torch.Tensor:
+        """The recurrent state of a layer as if updated eagerly, uncommitted tokens included. Changes nothing.
+
+        Args:
+            layer_idx: index among all layers of the model.
+
+        Returns:
+            float32 (float64 for float64 models), in transformers' layout: ``[B, heads, head_dim, state]`` for
+            Mamba-2, ``[B, heads, key_dim, value_dim]`` for Gated DeltaNet.
+
+        Raises:
+            ValueError: not a state-space layer, or nothing seen yet.
+        """
+        layer = self.layers[layer_idx] if 0 <= layer_idx < len(self.layers) else None
+        if not isinstance(layer, ReplayLayer):
+            known = [i for i, layer in enumerate(self.layers) if isinstance(layer, ReplayLayer)]
+            raise ValueError(f"layer {layer_idx} has no recurrent state; state-space layers are {known}")
+        if self.cursor.fresh or layer.checkpoint is None:
+            raise ValueError("the cache has not seen any tokens yet")
+        self._require_between_forwards("read a state")
+        return layer.state()
+
+    def flush(self) -> None:
+        """Fold every committed record into the checkpoint, in place. Later outputs change by rounding only."""
+        self._require_between_forwards("flush")
+        if self.cursor.fresh:
+            return
+        for layer in self.replay_layers:
+            layer.flush()
+        self.cursor.flushed()
+
+    def fork(self) -> "ReplayCache":
+        """An independent copy that shares no writable memory with this one."""
+        self._require_between_forwards("fork")
+        return copy.deepcopy(self)
+
+    def memory_footprint(self) -> dict[str, int]:
+        """Allocated bytes by kind: ``checkpoint``, ``readout``, ``ring``, ``convolution``, ``attention``."""
+        sizes = dict.fromkeys(("checkpoint", "readout", "ring", "convolution", "attention"), 0)
+        kinds = {"checkpoint": "checkpoint", "conv_ring": "convolution"}
+        for layer in self.replay_layers:
+            for name, buffer in layer.buffers().items():
+                sizes[kinds.get(name, "ring")] += buffer.numel() * buffer.element_size()
+        for layer in self.attention_layers:
+            for buffer in (layer.keys, layer.values):
+                if buffer is not None:
+                    sizes["attention"] += buffer.numel() * buffer.element_size()
+        return sizes
+
+    def _require_between_forwards(self, what: str) -> None:
+        if self.cursor.plan is not None:
+            raise ValueError(
+                f"cannot {what}: a forward through this cache broke off half-way; call reset() or build a new cache"
+            )
+
+    # -- rollback -----------------------------------------------------------------------------------------------------
+
+    def activate_past_recording(self) -> None:
+        """From now on keep the last ``max_draft`` tokens uncommitted until `crop` decides about them."""
+        self.cursor.recording = True
+
+    def crop(self, tokens_to_remove: int | torch.Tensor) -> None:
+        """Reject the last ``-tokens_to_remove`` tokens and commit the other uncommitted ones.
+
+        Args:
+            tokens_to_remove: 0 (reject none) or a negative int; or an int64 tensor ``[B]`` of such values, one per
+                row. Rows that differ need a model without attention layers in this version.
+
+        Raises:
+            ValueError: positive values, more tokens than are uncommitted, or rejecting while not recording. Nothing is
+                changed then.
+            NotImplementedError: rows that differ, with attention layers.
+        """
+        self._require_between_forwards("crop")
+        rejected, uniform = self._rejected(tokens_to_remove)
+        if self.cursor.fresh:
+            if uniform:
+                raise ValueError(f"cannot reject {uniform} tokens: the cache has not seen any")
+            return
+        if uniform != 0 and not self.cursor.recording:
+            raise ValueError(
+                "cannot reject tokens: this cache commits every forward at once; call activate_past_recording() before "
+                "the forwards that crop() should be able to undo"
+            )
+        _, _, pending = self.cursor.tensors()
+        if uniform != 0 and bool((pending < rejected).any()):
+            raise ValueError(
+                f"cannot reject {-tokens_to_remove if isinstance(tokens_to_remove, int) else rejected.tolist()} tokens: "
+                f"only the last {int(pending.min())} are uncommitted (max_draft={self.replay_config.max_draft})"
+            )
+        if uniform is None and self.attention_layers:
+            raise NotImplementedError(
+                "rejecting different numbers of tokens per row is not supported with attention layers yet"
+            )
+        if uniform:
+            for layer in self.attention_layers:
+                layer.crop(-uniform)
+        self.cursor.commit(rejected)
+
+    def _rejected(self, tokens_to_remove: int | torch.Tensor) -> tuple[torch.Tensor, int | None]:
+        """Tokens to reject as an int64 tensor on the cursor's device, and as an int if it is the same for all rows."""
+        if isinstance(tokens_to_remove, torch.Tensor):
+            if tokens_to_remove.dtype != torch.int64 or tokens_to_remove.ndim > 1:
+                raise ValueError(
+                    f"crop takes an int or an int64 tensor [B], got {tokens_to_remove.dtype} of shape "
+                    f"{tuple(tokens_to_remove.shape)}"
+                )
+            if tokens_to_remove.ndim == 1 and tokens_to_remove.shape[0] != self.batch_size:
+                raise ValueError(
+                    f"crop got {tokens_to_remove.shape[0]} values for the {self.batch_size} rows of the cache"
+                )
+            values = tokens_to_remove.tolist()
+            values = values if isinstance(values, list) else [values]
+        elif isinstance(tokens_to_remove, int) and not isinstance(tokens_to_remove, bool):
+            values = [tokens_to_remove]
+        else:
+            raise ValueError(f"crop takes an int or an int64 tensor [B], got {type(tokens_to_remove).__name__}")
+        if max(values) > 0:
+            raise ValueError(
+                f"crop takes the number of tokens to remove as 0 or a negative int, got {max(values)}; to keep the "
+                "first n tokens pass n - cache.get_seq_length()"
+            )
+        uniform = -values[0] if len(set(values)) == 1 else None
+        device = self.cursor.base.device if self.cursor.base is not None else None
+        return -torch.tensor(values, dtype=torch.int64, device=device), uniform
+
+    def discard_partial_forward(self) -> None:
+        """Drop what attention layers took in during a forward that the first state-space layer refused."""
+        seen = 0 if self.cursor.fresh else int(self.cursor.lengths().max())
+        for layer in self.attention_layers:
+            extra = int(layer.get_seq_length()) - seen
+            if extra > 0:
+                if seen:
+                    layer.crop(-extra)
+                else:
+                    layer.reset()
+
+    # -- rows ---------------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Back to an empty sequence; buffers keep their memory, recording stops."""
+        super().reset()
+        self.cursor.reset()
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Replace row i by row ``beam_idx[i]`` (int64 ``[B]``), in place."""
+        self._require_between_forwards("reorder")
+        for layer in self.attention_layers:
+            layer.reorder_cache(beam_idx)
+        self._select_rows(beam_idx, in_place=len(beam_idx) == self.batch_size)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row ``repeats`` times, next to each other."""
+        self._require_between_forwards("repeat rows")
+        for layer in self.attention_layers:
+            layer.batch_repeat_interleave(repeats)
+        if self.cursor.base is not None:
+            rows = torch.arange(self.batch_size, device=self.cursor.base.device).repeat_interleave(repeats)
+            self._select_rows(rows, in_place=False)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep only the given rows (int64 or bool ``[n]``), in the given order."""
+        self._require_between_forwards("select rows")
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().squeeze(1)
+        for layer in self.attention_layers:
+            layer.batch_select_indices(indices)
+        self._select_rows(indices, in_place=False)
+
+    def _select_rows(self, rows: torch.Tensor, in_place: bool) -> None:
+        for layer in self.replay_layers:
+            layer.select(rows, in_place)
+        self.cursor.select(rows, in_place)

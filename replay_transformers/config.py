@@ -1,0 +1,115 @@
+"""Settings of a replay cache."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+
+__all__ = ["CHECKPOINT_DTYPES", "ReplayConfig"]
+
+CHECKPOINT_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+IMPLEMENTATIONS = ("auto", "reference", "triton")
+
+
+@dataclass(frozen=True)
+class ReplayConfig:
+    """Settings of a replay cache; validated at construction, immutable afterwards.
+
+    Args:
+        window: tokens between two flushes of a row, 1 or more. 1 writes the state at every step, like eager decoding.
+        max_draft: how many of the last tokens `crop` can reject while the cache records, 0 or more.
+        checkpoint: precision of the recurrent state that enters the recurrence: "float32" (whatever the model's
+            dtype), "bfloat16", "float16" (saturates at 65,504) or "float64" (for oracles).
+        readout: precision of a separate copy that plain steps read. Only None (read the checkpoint) is supported yet.
+        decay_skip: threshold under which a head does not read its checkpoint. Only 0.0 (off) is supported yet.
+        impl: "auto" (the fastest implementation of this device), "reference" (plain PyTorch) or "triton". An explicit
+            choice never falls back.
+
+    Raises:
+        ValueError: a value of the wrong type or out of range.
+        NotImplementedError: a setting that this version does not support yet.
+    """
+
+    window: int = 16
+    max_draft: int = 8
+    checkpoint: str = "float32"
+    readout: str | None = None
+    decay_skip: float = 0.0
+    impl: str = "auto"
+
+    def __post_init__(self) -> None:
+        _check_int("window", self.window, minimum=1)
+        _check_int("max_draft", self.max_draft, minimum=0)
+        if not isinstance(self.checkpoint, str):
+            raise ValueError(f"checkpoint must be one of {sorted(CHECKPOINT_DTYPES)}, got {self.checkpoint!r}")
+        if self.checkpoint not in CHECKPOINT_DTYPES:
+            raise NotImplementedError(
+                f"checkpoint={self.checkpoint!r} is not supported; choose one of {sorted(CHECKPOINT_DTYPES)}"
+            )
+        if self.readout is not None:
+            raise NotImplementedError(f"readout={self.readout!r} is not supported yet; leave it at None")
+        if isinstance(self.decay_skip, bool) or not isinstance(self.decay_skip, (int, float)):
+            raise ValueError(f"decay_skip must be a number from 0 to 1, got {self.decay_skip!r}")
+        if not 0 <= self.decay_skip < 1:
+            raise ValueError(f"decay_skip must lie in [0, 1), got {self.decay_skip!r}")
+        if self.decay_skip:
+            raise NotImplementedError(f"decay_skip={self.decay_skip!r} is not supported yet; leave it at 0.0")
+        if self.impl not in IMPLEMENTATIONS:
+            raise ValueError(f"impl must be one of {IMPLEMENTATIONS}, got {self.impl!r}")
+        if self.impl == "triton":
+            raise NotImplementedError("impl='triton' is not supported yet; use 'auto' or 'reference'")
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any] | None) -> "ReplayConfig":
+        """Build from a dict of field names, as `generate(cache_config=...)` takes it; None gives the defaults.
+
+        Raises:
+            ValueError: not a mapping, or a key that is no field.
+        """
+        if settings is None:
+            return cls()
+        names = [field.name for field in fields(cls)]
+        if not isinstance(settings, Mapping):
+            raise ValueError(
+                f"cache_config must be a dict with keys out of {names}, got {type(settings).__name__}: {settings!r}"
+            )
+        unknown = [key for key in settings if key not in names]
+        if unknown:
+            raise ValueError(f"cache_config has unknown keys {unknown}; a replay cache takes {names}")
+        return cls(**settings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as a plain dict; `from_dict` is the inverse."""
+        return asdict(self)
+
+    @property
+    def checkpoint_dtype(self) -> torch.dtype:
+        """The dtype of the checkpoint tensors."""
+        return CHECKPOINT_DTYPES[self.checkpoint]
+
+    @property
+    def max_step(self) -> int:
+        """Longest forward, in tokens, that goes through the ring; longer ones are scanned chunk by chunk."""
+        return self.max_draft + 1
+
+    @property
+    def capacity(self) -> int:
+        """Slots of a ring.
+
+        A step finds at most ``max(window, max_draft + max_step)`` live records and appends ``max_step`` without
+        touching any of them, even where the same launch folds them.
+        """
+        return max(self.window, self.max_draft + self.max_step) + self.max_step
+
+
+def _check_int(name: str, value: Any, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be an int of at least {minimum}, got {type(value).__name__}: {value!r}")
+    if value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {value}")

@@ -1,0 +1,186 @@
+"""The cursor: where each row of the batch stands in its rings. One per cache, shared by all layers of a forward."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from replay_transformers.config import ReplayConfig
+from replay_transformers.kernels.ring import rows_due
+
+__all__ = ["Cursor", "StepPlan", "allocate"]
+
+
+def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A zeroed buffer that outlives the mode it is made in, with an address that compiled graphs may rely on.
+
+    Made under `inference_mode` it is an ordinary tensor all the same, so it can be updated in place outside.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        buffer = torch.zeros(shape, dtype=dtype, device=device)
+    if not torch.compiler.is_compiling():
+        torch._dynamo.mark_static_address(buffer)
+    return buffer
+
+
+@dataclass
+class StepPlan:
+    """What one forward does, decided at its first state-space layer and followed by all of them.
+
+    Args:
+        tokens: tokens per row in this forward.
+        kept: tokens that go through the ring; the ``tokens - kept`` before them are scanned straight into the state.
+        may_flush: False if it is known on the host that no row is due.
+        first: whether this is the first forward since construction or the last reset.
+        next_layer: position (among the state-space layers) of the layer that runs next.
+        copies: the cursor by device: int64 ``[B]`` tensors ``(base, committed, pending)``.
+    """
+
+    tokens: int
+    kept: int
+    may_flush: bool
+    first: bool
+    next_layer: int = 0
+    copies: dict[torch.device, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    @property
+    def scanned(self) -> int:
+        """Tokens folded directly into the state, before the kept ones."""
+        return self.tokens - self.kept
+
+
+class Cursor:
+    """Per-row pointers into the rings, as device tensors.
+
+    ``base`` is the absolute position of the oldest record, ``committed`` counts the records from there on that are part
+    of the sequence for good, ``pending`` those after them that a `crop` may still reject; all int64 ``[B]``. A row has
+    seen ``base + committed + pending`` tokens. While ``recording`` is False every forward is committed at once.
+    """
+
+    def __init__(self, config: ReplayConfig) -> None:
+        self.config = config
+        self.recording = False
+        self.base: torch.Tensor | None = None
+        self.committed: torch.Tensor | None = None
+        self.pending: torch.Tensor | None = None
+        self.plan: StepPlan | None = None
+        self.fresh = True  # nothing seen since construction or the last reset
+
+    @property
+    def batch_size(self) -> int:
+        """Rows, or -1 before the first forward."""
+        return -1 if self.base is None else self.base.shape[0]
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``(base, committed, pending)``; only valid once allocated."""
+        assert self.base is not None and self.committed is not None and self.pending is not None
+        return self.base, self.committed, self.pending
+
+    def _allocate(self, batch_size: int, device: torch.device) -> None:
+        shape = (batch_size,)
+        self.base, self.committed, self.pending = (allocate(shape, torch.int64, device) for _ in range(3))
+
+    def lengths(self) -> torch.Tensor:
+        """Tokens seen by each row, int64 ``[B]``."""
+        base, committed, pending = self.tensors()
+        return base + committed + pending
+
+    def begin(self, batch_size: int, tokens: int, device: torch.device) -> StepPlan:
+        """Plan a forward of ``tokens`` tokens for each of ``batch_size`` rows, on ``device``.
+
+        Raises:
+            ValueError: another number of rows than the cursor has. Nothing is changed then.
+        """
+        if self.base is None or self.base.shape[0] != batch_size or self.base.device != device:
+            if not self.fresh:
+                raise ValueError(
+                    f"this replay cache holds {self.batch_size} rows, got a batch of {batch_size} on {device}; call "
+                    "cache.reset() or build a new cache for another batch"
+                )
+            self._allocate(batch_size, device)
+        _, committed, pending = self.tensors()
+        if tokens <= self.config.max_step:
+            kept = tokens
+        else:
+            kept = self.config.max_draft if self.recording else 0
+        self.plan = StepPlan(tokens, kept, self._may_flush(committed, pending, tokens), self.fresh)
+        self.plan.copies[committed.device] = self.tensors()
+        self.fresh = False
+        return self.plan
+
+    def _may_flush(self, committed: torch.Tensor, pending: torch.Tensor, tokens: int) -> bool:
+        if torch.compiler.is_compiling():
+            return True
+        if committed.is_cuda and torch.cuda.is_current_stream_capturing():
+            return True
+        return bool(rows_due(committed, pending, tokens, self.config.window).any())
+
+    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The cursor on ``device``, copied there at most once per forward."""
+        assert self.plan is not None
+        if device not in self.plan.copies:
+            base, committed, pending = (tensor.to(device) for tensor in self.tensors())
+            self.plan.copies[device] = (base, committed, pending)
+        return self.plan.copies[device]
+
+    def end(self) -> None:
+        """Advance past the planned forward, in place, after its last state-space layer."""
+        assert self.plan is not None
+        base, committed, pending = self.tensors()
+        plan, self.plan = self.plan, None
+        with torch.no_grad():
+            if plan.scanned:
+                base.add_(committed).add_(pending).add_(plan.scanned)
+                committed.zero_()
+                pending.fill_(plan.kept)
+                return
+            due = rows_due(committed, pending, plan.tokens, self.config.window)
+            base.add_(torch.where(due, committed, 0))
+            committed.masked_fill_(due, 0)
+            pending.add_(plan.tokens)
+            horizon = self.config.max_draft if self.recording else 0
+            leaving = (pending - horizon).clamp_(min=0)
+            committed.add_(leaving)
+            pending.sub_(leaving)
+
+    def commit(self, rejected: torch.Tensor | int) -> None:
+        """Commit the pending tokens except the last ``rejected`` (int or int64 ``[B]``), in place."""
+        _, committed, pending = self.tensors()
+        with torch.no_grad():
+            committed.add_(pending).sub_(rejected)
+            pending.zero_()
+
+    def flushed(self) -> None:
+        """Note, in place, that every committed record has been folded."""
+        base, committed, _ = self.tensors()
+        with torch.no_grad():
+            base.add_(committed)
+            committed.zero_()
+
+    def reset(self) -> None:
+        """Back to an empty sequence, in place; recording stops."""
+        self.recording = False
+        self.plan = None
+        self.fresh = True
+        if self.base is not None:
+            with torch.no_grad():
+                for tensor in self.tensors():
+                    tensor.zero_()
+
+    def select(self, rows: torch.Tensor, in_place: bool) -> None:
+        """Keep the given rows (int64 ``[n]``), in place if the addresses have to stay."""
+        if self.base is None:
+            return
+        self.base, self.committed, self.pending = (
+            select_rows(tensor, rows, in_place) for tensor in self.tensors()
+        )
+
+
+def select_rows(buffer: torch.Tensor, rows: torch.Tensor, in_place: bool) -> torch.Tensor:
+    """``buffer[rows]``: written back into ``buffer`` if ``in_place``, else a new buffer."""
+    with torch.inference_mode(False), torch.no_grad():
+        chosen = buffer.index_select(0, rows.to(buffer.device))
+        if in_place:
+            return buffer.copy_(chosen)
+    if not torch.compiler.is_compiling():
+        torch._dynamo.mark_static_address(chosen)
+    return chosen
