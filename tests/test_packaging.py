@@ -147,6 +147,8 @@ def test_wheel_holds_the_data(wheel_names: set[str]) -> None:
         assert files <= wheel_names
 
 
+@pytest.mark.core
+@pytest.mark.smoke
 @pytest.mark.parametrize("cwd", ["checkout", "elsewhere"])
 def test_import_uninstalled(cwd: str, tmp_path: Path) -> None:
     code = IMPORTS.format(modules=import_names(), where=str(ROOT))
@@ -217,6 +219,8 @@ print(kernels.__file__)
 """
 
 
+@pytest.mark.core
+@pytest.mark.smoke
 def test_another_library_called_kernels_is_not_shadowed(tmp_path: Path) -> None:
     make_library_called_kernels(tmp_path)
     done = python(USES_KERNELS_LIBRARY, ROOT, tmp_path)
@@ -260,6 +264,8 @@ assert not replay_transformers.is_enabled()
 """
 
 
+@pytest.mark.core
+@pytest.mark.smoke
 def test_import_has_no_side_effects() -> None:
     python(SIDE_EFFECTS, ROOT)
 
