@@ -13,10 +13,13 @@ size="about 290 MB"
 has_gpu && size="several GB, most of it torch with CUDA"
 setup_venv .venv "$size" --editable '.[dev]'
 
-say "Lint"
-.venv/bin/ruff check .
-.venv/bin/ruff format --check .
-say "Types"
-bash scripts/typecheck.sh
-say "Tests"
-exec .venv/bin/python -m pytest -n "${WORKERS:-2}" --dist loadgroup
+failed=()
+step() {
+  say "== $*"
+  "$@" || failed+=("$1 ${2:-}")
+}
+step .venv/bin/ruff check .
+step .venv/bin/ruff format --check .
+step bash scripts/typecheck.sh
+step .venv/bin/python -m pytest -n "${WORKERS:-2}" --dist loadgroup
+[[ ${#failed[@]} -eq 0 ]] || die "failed: $(printf '%s; ' "${failed[@]}")"
