@@ -60,7 +60,7 @@ class ReplayCache(Cache):
         ):
             raise ValueError(f"max_cache_len must be a positive int or None, got {max_cache_len!r}")
         self.replay_config = replay_config
-        self.max_cache_len = max_cache_len
+        self._max_cache_len = max_cache_len
         self.geometries = layer_geometries(config)
         self.cursor = Cursor(replay_config)
         super().__init__(layers=self._build_layers())
@@ -100,6 +100,11 @@ class ReplayCache(Cache):
         return [layer for layer in self.layers if isinstance(layer, CacheLayerMixin)]
 
     # -- lengths ------------------------------------------------------------------------------------------------------
+
+    @property
+    def max_cache_len(self) -> int | None:  # a read-only property of `Cache` itself before transformers 5.20
+        """Tokens the cache can hold if its shapes are fixed, else None."""
+        return self._max_cache_len
 
     @property
     def batch_size(self) -> int:

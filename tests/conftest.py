@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before transformers, tokenizers and triton are imported, here or in a subprocess.
@@ -59,3 +60,12 @@ def _poisoned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     if request.node.get_closest_marker("no_poison") is None:
         for owner, name, wrapper in poison.wrappers:
             monkeypatch.setattr(owner, name, wrapper)
+
+
+@pytest.fixture
+def enabled() -> Iterator[None]:
+    """transformers patched for the length of a test."""
+    import replay_transformers
+
+    with replay_transformers.enable():
+        yield

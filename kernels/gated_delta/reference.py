@@ -110,7 +110,8 @@ def folded_state(
         count: int64 ``[B]``, between 0 and ``R``.
 
     Returns:
-        ``[B, Hv, V, K]`` in float32 (float64 if the records are). Rows with ``count == 0`` equal ``state``.
+        ``[B, Hv, V, K]`` in float32 (float64 if the records are). Rows with ``count == 0`` equal ``state``
+        in value.
     """
     compute = at_least_float32(ring_k.dtype)
     capacity = ring_k.shape[2]
@@ -120,8 +121,7 @@ def folded_state(
         gather_records(ring, slots, live, dim=2).to(compute) for ring in (ring_k, ring_v, ring_g, ring_beta)
     )
     keys, start = l2_normalise(k), state.to(compute)
-    folded = _next_state(start, _block_deltas(start, keys, v, logs, beta), keys, logs)
-    return torch.where((count > 0)[:, None, None, None], folded, start)
+    return _next_state(start, _block_deltas(start, keys, v, logs, beta), keys, logs)
 
 
 def fold(

@@ -107,13 +107,13 @@ def folded_state(
         count: int64 ``[B]``, between 0 and ``R``.
 
     Returns:
-        ``[B, H, P, N]`` in float32 (float64 if the records are). Rows with ``count == 0`` equal ``state``.
+        ``[B, H, P, N]`` in float32 (float64 if the records are). Rows with ``count == 0`` equal ``state``
+        in value.
     """
     compute = at_least_float32(ring_x.dtype)
     live = torch.arange(ring_x.shape[2], device=base.device) < count[:, None]
     x, B, dt = _records((ring_x, ring_b, ring_dt), base, live, compute)
-    folded = _next_state(state, x, B, dt, A.to(compute))
-    return torch.where((count > 0)[:, None, None, None], folded, state.to(compute))
+    return _next_state(state, x, B, dt, A.to(compute))
 
 
 def fold(
