@@ -1,0 +1,129 @@
+"""Bad calls get a clear error and leave cache and model unchanged."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import replay_transformers as rt
+from tests.support.generation import CACHE_ARGUMENT
+from tests.support.models import FAMILIES, build_nemotron_h, build_qwen3_5, cached_forward, prompt
+
+pytestmark = pytest.mark.usefixtures("enabled")
+
+
+def _generate(model: Any, **arguments: Any) -> Any:
+    return model.generate(**(prompt(1, 5) | {"max_new_tokens": 3, "do_sample": False} | arguments))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"windw": 8}, r"unknown keys \['windw'\]"),
+        ({"window": 0}, "window must be at least 1, got 0"),
+        ({"window": "8"}, "window must be an int"),
+        ([("window", 8)], "cache_config must be a dict"),
+        (rt.ReplayConfig(), "cache_config must be a dict"),
+    ],
+    ids=["unknown-key", "out-of-range", "wrong-type", "not-a-dict", "an-object"],
+)
+def test_bad_cache_config(settings: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _generate(build_qwen3_5(), cache_implementation="replay", cache_config=settings)
+
+
+@pytest.mark.parametrize("setting", [{"readout": "fp8"}, {"decay_skip": 0.1}, {"checkpoint": "nvfp4"}, {"impl": "triton"}])
+def test_settings_that_are_not_supported_yet(setting: dict[str, Any]) -> None:
+    with pytest.raises(NotImplementedError, match=next(iter(setting))):
+        _generate(build_qwen3_5(), cache_implementation="replay", cache_config=setting)
+
+
+def test_cache_config_beside_a_cache_object() -> None:
+    model = build_qwen3_5()
+    cache = rt.ReplayCache(model.config)
+    with pytest.raises(ValueError, match="only for caches that generate builds"):
+        _generate(model, cache_config={"window": 4}, **{CACHE_ARGUMENT: cache})
+
+
+def test_cache_implementation_beside_a_cache_object() -> None:
+    model = build_qwen3_5()
+    cache = rt.ReplayCache(model.config)
+    with pytest.raises(ValueError, match="cache_implementation"):
+        _generate(model, cache_implementation="replay", **{CACHE_ARGUMENT: cache})
+
+
+def test_unsupported_model() -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=97, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    with pytest.raises(NotImplementedError, match=r"LlamaForCausalLM .*nemotron_h"):
+        _generate(transformers.LlamaForCausalLM(config), cache_implementation="replay")
+    with pytest.raises(NotImplementedError, match="does not support model type 'llama'"):
+        rt.ReplayCache(config)
+    with pytest.raises(ValueError, match="expected a transformers model configuration"):
+        rt.ReplayCache("qwen3_5")
+
+
+def test_cache_of_another_model() -> None:
+    model, other = build_nemotron_h("*M"), build_qwen3_5()
+    cache = rt.ReplayCache(other.config)
+    with pytest.raises(ValueError, match="another model"):
+        _generate(model, **{CACHE_ARGUMENT: cache})
+    wider = build_nemotron_h("*M", mamba_num_heads=6)
+    cache = rt.ReplayCache(model.config)
+    cached_forward(model, cache, prompt(1, 5)["input_ids"])
+    keys = cache.layers[0].keys.clone()
+    with pytest.raises(ValueError, match=r"heads=4.*heads=6"):
+        cached_forward(wider, cache, prompt(1, 2)["input_ids"])
+    assert cache.get_seq_length() == 5
+    assert torch.equal(cache.layers[0].keys, keys), "the attention layer before the refusing layer keeps its length"
+
+
+def test_a_fixed_cache_that_is_too_small() -> None:
+    model = build_qwen3_5()
+    cache = rt.ReplayCache(model.config, max_cache_len=6)
+    with pytest.raises(ValueError, match="max_cache_len=6"):
+        _generate(model, **{CACHE_ARGUMENT: cache})
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_mode(family: str) -> None:
+    """Refused with gradients; fine without; in eval mode with gradients the cache holds detached values."""
+    model = FAMILIES[family]()
+    ids = prompt(1, 6)["input_ids"]
+    reference = rt.ReplayCache(model.config)
+    expected = cached_forward(model, reference, ids)
+
+    model.train()
+    cache = rt.ReplayCache(model.config)
+    with pytest.raises(ValueError, match=r"training mode with gradients.*model\.eval\(\)"):
+        model(input_ids=ids, **{CACHE_ARGUMENT: cache})
+    assert cache.get_seq_length() == 0
+    torch.testing.assert_close(cached_forward(model, cache, ids), expected)
+
+    model.eval()
+    cache = rt.ReplayCache(model.config)
+    logits = model(input_ids=ids, **{CACHE_ARGUMENT: cache}).logits
+    assert logits.requires_grad
+    torch.testing.assert_close(logits.detach(), expected)
+    held = [buffer for layer in cache.replay_layers for buffer in layer.buffers().values()]
+    held += [layer.keys for layer in cache.attention_layers]
+    assert not any(buffer.requires_grad for buffer in held)
+    logits.sum().backward()
+    assert any(p.grad is not None and p.grad.abs().sum() > 0 for n, p in model.named_parameters() if "conv1d" in n)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_sequences(family: str) -> None:
+    model = FAMILIES[family]()
+    cache = rt.ReplayCache(model.config)
+    with pytest.raises(NotImplementedError, match="packed sequences"), torch.no_grad():
+        model(
+            input_ids=prompt(1, 6)["input_ids"],
+            cu_seq_lens_q=torch.tensor([0, 3, 6]),
+            **{CACHE_ARGUMENT: cache},
+        )
+    assert cache.get_seq_length() == 0

@@ -1,0 +1,205 @@
+"""Switching the patches on and off, and what is patched."""
+
+import types
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+import transformers
+from transformers.generation import configuration_utils
+
+import replay_transformers as rt
+from replay_transformers.patches import registry
+from tests.support.generation import CACHE_ARGUMENT
+from tests.support.models import ALL_FAMILIES, FAMILIES, greedy_without_cache, prompt
+
+REPLAY = {"cache_implementation": "replay", "cache_config": {"window": 3}, "do_sample": False, "max_new_tokens": 12}
+
+
+def _snapshot() -> dict[tuple[int, str], Any]:
+    """Every attribute `enable` may replace, by identity of its value."""
+    with rt.enable():
+        attributes = registry.patched_attributes()
+    assert not registry.patched_attributes()
+    return {(id(owner), name): vars(owner).get(name) for owner, name in attributes}
+
+
+@pytest.mark.core
+def test_disable_restores_every_attribute() -> None:
+    before = _snapshot()
+    assert len(before) >= 4 + 2 + 3  # mixers, generate and its cache preparation, lists of names
+    rt.enable()
+    with rt.enable():
+        rt.enable(default=True)
+    assert rt.is_enabled(), "leaving an inner with that found the patches on leaves them on"
+    rt.disable()
+    assert not rt.is_enabled()
+    after = _snapshot()
+    assert before.keys() == after.keys()
+    assert all(before[key] is after[key] for key in before)
+    rt.disable()  # a second time does nothing
+
+
+def test_enable_is_idempotent_and_handles_undo_it() -> None:
+    handle = rt.enable()
+    forward = vars(registry_class("Qwen3_5GatedDeltaNet"))["forward"]
+    rt.enable()
+    assert vars(registry_class("Qwen3_5GatedDeltaNet"))["forward"] is forward
+    handle.disable()
+    assert not rt.is_enabled()
+    assert vars(registry_class("Qwen3_5GatedDeltaNet"))["forward"] is not forward
+
+
+def registry_class(name: str) -> type:
+    for module_name, class_name in registry.MIXERS:
+        if class_name == name:
+            return getattr(__import__(f"transformers.models.{module_name}", fromlist=[name]), name)
+    raise KeyError(name)
+
+
+def test_with_disables_after_an_exception() -> None:
+    with pytest.raises(RuntimeError, match="inside"), rt.enable():
+        raise RuntimeError("inside")
+    assert not rt.is_enabled()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_stock_caches_are_bit_identical_with_the_patches_on(family: str) -> None:
+    model, inputs = ALL_FAMILIES[family](), prompt(2, 9, [0, 4])
+
+    def run() -> list[torch.Tensor]:
+        outputs = []
+        for implementation in (None, "static"):
+            result = model.generate(
+                **inputs,
+                max_new_tokens=12,
+                do_sample=False,
+                cache_implementation=implementation,
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
+            outputs.append(torch.stack(result.logits))
+        with torch.no_grad():
+            outputs.append(model(**inputs, use_cache=False).logits)
+        return outputs
+
+    before = run()
+    with rt.enable():
+        during = run()
+    after = run()
+    for a, b, c in zip(before, during, after, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_made_and_loaded_before_and_after_enable(family: str, tmp_path: Path) -> None:
+    before = FAMILIES[family]()
+    before.save_pretrained(tmp_path)
+    loaded_before = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    inputs = prompt(1, 6)
+    with rt.enable():
+        loaded_after = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        outputs = [model.generate(**inputs, **REPLAY) for model in (loaded_before, loaded_after)]
+    truth = greedy_without_cache(loaded_before, inputs["input_ids"], inputs["attention_mask"], 12)
+    assert all(torch.equal(output, truth) for output in outputs)
+
+
+@pytest.mark.parametrize("hook_first", [True, False], ids=["hooks-then-enable", "enable-then-hooks"])
+def test_accelerate_hooks_on_either_side_of_enable(hook_first: bool) -> None:
+    model, inputs = FAMILIES["nemotron_h"](), prompt(1, 6)
+    truth = greedy_without_cache(model, inputs["input_ids"], inputs["attention_mask"], 12)
+    mixer = model.model.layers[0].mixer
+    original = type(mixer).forward
+
+    def hook() -> None:
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+
+    if hook_first:
+        hook()
+    with rt.enable():
+        if not hook_first:
+            hook()
+        assert torch.equal(model.generate(**inputs, **REPLAY), truth)
+    assert mixer._old_forward.__func__ is original
+    assert torch.equal(model.generate(**inputs, max_new_tokens=12, do_sample=False), truth)
+
+
+def test_a_forward_set_on_the_instance_is_used_for_other_caches_only() -> None:
+    """As hub kernels do it."""
+    model, inputs = FAMILIES["qwen3_5"](), prompt(1, 6)
+    mixer = model.model.layers[0].linear_attn
+    calls = []
+
+    def own(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return type(self).forward(self, *args, **kwargs)
+
+    mixer.forward = types.MethodType(own, mixer)
+    bound = mixer.forward
+    truth = greedy_without_cache(model, inputs["input_ids"], inputs["attention_mask"], 12)
+    with rt.enable():
+        calls.clear()
+        assert torch.equal(model.generate(**inputs, **REPLAY), truth)
+        assert not calls
+        assert torch.equal(model.generate(**inputs, max_new_tokens=12, do_sample=False), truth)
+        assert calls
+    assert mixer.__dict__["forward"] == bound
+
+
+@pytest.mark.core
+def test_default_applies_where_the_call_asks_for_nothing_else() -> None:
+    model, inputs = FAMILIES["qwen3_5"](), prompt(1, 5)
+    arguments = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
+    with rt.enable(default=True):
+        assert isinstance(model.generate(**inputs, **arguments)[CACHE_ARGUMENT], rt.ReplayCache)
+        static = model.generate(**inputs, **arguments, cache_implementation="static")
+        assert isinstance(static[CACHE_ARGUMENT], transformers.StaticCache)
+        own = transformers.DynamicCache(config=model.config)
+        assert model.generate(**inputs, **arguments, **{CACHE_ARGUMENT: own})[CACHE_ARGUMENT] is own
+        assert model.generate(**inputs, **arguments, use_cache=False).get(CACHE_ARGUMENT) is None
+        with rt.enable(default=False):
+            assert not isinstance(model.generate(**inputs, **arguments)[CACHE_ARGUMENT], rt.ReplayCache)
+        assert isinstance(model.generate(**inputs, **arguments)[CACHE_ARGUMENT], rt.ReplayCache)
+    with rt.enable():
+        assert not isinstance(model.generate(**inputs, **arguments)[CACHE_ARGUMENT], rt.ReplayCache)
+
+
+def test_default_leaves_other_models_alone_and_is_never_saved(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=97, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, pad_token_id=0
+    )
+    other, inputs = transformers.LlamaForCausalLM(config).eval(), prompt(1, 5)
+    stock = other.generate(**inputs, max_new_tokens=4, do_sample=False)
+    model = FAMILIES["qwen3_5"]()
+    with rt.enable(default=True):
+        assert torch.equal(other.generate(**inputs, max_new_tokens=4, do_sample=False), stock)
+        model.generate(**inputs, max_new_tokens=4, do_sample=False)
+        model.save_pretrained(tmp_path)
+    assert "replay" not in (tmp_path / "generation_config.json").read_text()
+    assert "replay" not in (tmp_path / "config.json").read_text()
+
+
+@pytest.mark.parametrize("version", ["5.16.1", "5.25.0", "4.57.6"])
+def test_unsupported_versions_are_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers, "__version__", version)
+    with pytest.raises(NotImplementedError, match=rf"5\.17\.0 to 5\.24.*found {version}"):
+        rt.enable()
+    assert not rt.is_enabled()
+
+
+def test_without_enable_the_names_are_unknown_to_transformers() -> None:
+    model, inputs = FAMILIES["qwen3_5"](), prompt(1, 5)
+    with pytest.raises(ValueError, match="cache_implementation"):
+        model.generate(**inputs, max_new_tokens=2, cache_implementation="replay")
+    assert "replay" not in configuration_utils.ALL_CACHE_IMPLEMENTATIONS
+
+
+def test_an_unpatched_layer_fails_loudly() -> None:
+    model = FAMILIES["nemotron_h"]()
+    cache = rt.ReplayCache(model.config)
+    with pytest.raises(ValueError, match=r"call replay_transformers\.enable"), torch.no_grad():
+        model(**prompt(1, 5), **{CACHE_ARGUMENT: cache})
