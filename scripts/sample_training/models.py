@@ -95,7 +95,7 @@ def _nemotron_h_config(**sizes: Any) -> NemotronHConfig:
         head_dim=64,
         n_groups=2,
         conv_kernel=4,
-        chunk_size=64,
+        chunk_size=32,
         time_step_min=TIME_STEP_LIMIT,
         max_position_embeddings=4096,
         pad_token_id=PAD_ID,
@@ -136,10 +136,10 @@ def nemotron_h_draft_config() -> NemotronHConfig:
 SAMPLE_MODELS = {
     sample.name: sample
     for sample in (
-        SampleModel("qwen3_5", "qwen3_5", qwen3_5_config, 3e-3, has_mtp=True),
-        SampleModel("qwen3_5_draft", "qwen3_5", qwen3_5_draft_config, 4e-3),
-        SampleModel("nemotron_h", "nemotron_h", nemotron_h_config, 3e-3),
-        SampleModel("nemotron_h_draft", "nemotron_h", nemotron_h_draft_config, 4e-3),
+        SampleModel("qwen3_5", "qwen3_5", qwen3_5_config, 4e-3, has_mtp=True),
+        SampleModel("qwen3_5_draft", "qwen3_5", qwen3_5_draft_config, 5e-3),
+        SampleModel("nemotron_h", "nemotron_h", nemotron_h_config, 4e-3),
+        SampleModel("nemotron_h_draft", "nemotron_h", nemotron_h_draft_config, 5e-3),
     )
 }
 
