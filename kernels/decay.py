@@ -22,7 +22,7 @@ def suffix_sums(logs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logs: ``[..., n]`` log-decays, oldest first.
 
     Returns:
-        ``(after, total)``: ``after[..., j]`` is the sum over ``i > j`` (exclusive), ``total`` (``[...]``) the whole sum.
+        ``(after, total)``: ``after[..., j]`` is the sum over ``i > j``, ``total`` (``[...]``) the whole sum.
     """
     inclusive = logs.flip(-1).cumsum(-1).flip(-1)
     after = torch.nn.functional.pad(inclusive[..., 1:], (0, 1))

@@ -134,8 +134,15 @@ def _borrow(
     cache = settings.pool.take(model, key)
     if cache is None:
         cache = ReplayCache(model.config, replay_config, max_cache_len=max_cache_len)
+        if max_cache_len is not None and _is_on_one_device(model) and getattr(model, "tp_size", None) is None:
+            cache.allocate(rows, model.dtype, model.device)
     settings.borrowed().append((model, key, cache))
     return cache
+
+
+def _is_on_one_device(model: Any) -> bool:
+    device_map = getattr(model, "hf_device_map", None) or {"": model.device}
+    return len(set(device_map.values())) == 1 and model.device.type != "meta"
 
 
 def _check_users_cache(model: Any, cache: ReplayCache, generation_config: Any, max_cache_length: int) -> None:

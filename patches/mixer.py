@@ -72,8 +72,8 @@ def _checked_layer(mixer: Any, cache: ReplayCache, geometry: LayerGeometry, kwar
     if not isinstance(layer, ReplayLayer) or layer.geometry != geometry:
         held = layer.geometry if isinstance(layer, ReplayLayer) else type(layer).__name__
         problem = ValueError(
-            f"this replay cache belongs to another model: its layer {index} is {held}, the model's is {geometry}; build "
-            "one with ReplayCache(model.config)"
+            f"this replay cache belongs to another model: its layer {index} is {held}, the model's is {geometry}; "
+            "build one with ReplayCache(model.config)"
         )
     elif mixer.training and torch.is_grad_enabled():
         problem = ValueError(

@@ -3,6 +3,8 @@
 import torch
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
+from replay_transformers.cursor import select_rows
+
 __all__ = ["EmptyLayer", "FixedAttentionLayer", "GrowingAttentionLayer"]
 
 
@@ -51,6 +53,9 @@ class FixedAttentionLayer(StaticLayer):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate like `StaticLayer`, as ordinary tensors even under `inference_mode`."""
+        if torch.compiler.is_compiling():
+            super().lazy_initialization(key_states, value_states)
+            return
         with torch.inference_mode(False), torch.no_grad():
             super().lazy_initialization(key_states, value_states)
 
@@ -62,25 +67,21 @@ class FixedAttentionLayer(StaticLayer):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row ``repeats`` times."""
-        if self.is_initialized:
+        if self.keys is not None:
             rows = torch.arange(self.keys.shape[0], device=self.keys.device).repeat_interleave(repeats)
-            self.batch_select_indices(rows)
+            self._select(rows, in_place=False)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the given rows."""
-        if self.is_initialized:
-            indices = indices.to(self.keys.device)
-            with torch.inference_mode(False), torch.no_grad():
-                self.keys = self.keys.index_select(0, indices)
-                self.values = self.values.index_select(0, indices)
-            self.batch_size = self.keys.shape[0]
-            torch._dynamo.mark_static_address(self.keys)
-            torch._dynamo.mark_static_address(self.values)
+        self._select(indices, in_place=False)
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Reorder the rows in place, so that the addresses stay."""
-        if self.is_initialized:
-            beam_idx = beam_idx.to(self.keys.device)
-            with torch.no_grad():
-                self.keys.copy_(self.keys.index_select(0, beam_idx))
-                self.values.copy_(self.values.index_select(0, beam_idx))
+        self._select(beam_idx, in_place=True)
+
+    def _select(self, rows: torch.Tensor, in_place: bool) -> None:
+        if self.keys is None or self.values is None:
+            return
+        self.keys = select_rows(self.keys, rows, in_place)
+        self.values = select_rows(self.values, rows, in_place)
+        self.batch_size = self.keys.shape[0]

@@ -9,12 +9,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from replay_transformers.attention import EmptyLayer, FixedAttentionLayer, GrowingAttentionLayer
 from replay_transformers.config import ReplayConfig
 from replay_transformers.cursor import Cursor
-from replay_transformers.geometry import layer_geometries
+from replay_transformers.geometry import attention_shape, layer_geometries
 from replay_transformers.layers import LAYER_CLASSES, ReplayLayer
 
 __all__ = ["ReplayCache"]
-
-
 
 
 class ReplayCache(Cache):
@@ -62,6 +60,7 @@ class ReplayCache(Cache):
         self.replay_config = replay_config
         self._max_cache_len = max_cache_len
         self.geometries = layer_geometries(config)
+        self._key_value_heads, self._head_dim = attention_shape(config)
         self.cursor = Cursor(replay_config)
         super().__init__(layers=self._build_layers())
 
@@ -87,7 +86,27 @@ class ReplayCache(Cache):
         kind = "growing" if self.max_cache_len is None else f"max_cache_len={self.max_cache_len}"
         return f"ReplayCache({len(self.layers)} layers, {self.replay_config}, {kind})"
 
-    # -- layers by kind -----------------------------------------------------------------------------------------------
+    def allocate(self, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Make the buffers of the state-space layers, and of attention if its shapes are fixed, ahead of a forward.
+
+        Without it every layer allocates at its first forward, on the device of its input. A forward that is compiled
+        from the first token on needs them to be there.
+
+        Args:
+            rows: batch rows. dtype: dtype of the model's activations. device: the one device of the whole model.
+
+        Raises:
+            ValueError: the cache holds tokens already.
+        """
+        if not self.cursor.fresh:
+            raise ValueError("the cache holds tokens already: allocate before the first forward, or reset() first")
+        self.cursor.allocate(rows, device)
+        for layer in self.replay_layers:
+            layer.allocate(rows, dtype, device)
+        for layer in self.attention_layers:
+            if isinstance(layer, FixedAttentionLayer):
+                empty = torch.empty(rows, self._key_value_heads, 0, self._head_dim, dtype=dtype, device=device)
+                layer.lazy_initialization(empty, empty)
 
     @property
     def replay_layers(self) -> list[ReplayLayer]:
@@ -98,8 +117,6 @@ class ReplayCache(Cache):
     def attention_layers(self) -> list[Any]:
         """The attention layers, in order."""
         return [layer for layer in self.layers if isinstance(layer, CacheLayerMixin)]
-
-    # -- lengths ------------------------------------------------------------------------------------------------------
 
     @property
     def max_cache_len(self) -> int | None:  # a read-only property of `Cache` itself before transformers 5.20
@@ -147,8 +164,6 @@ class ReplayCache(Cache):
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Tokens the cache can hold; -1 without a limit."""
         return -1 if self.max_cache_len is None else self.max_cache_len
-
-    # -- states -------------------------------------------------------------------------------------------------------
 
     def state(self, layer_idx: int) -> torch.Tensor:
         """The recurrent state of a layer as if updated eagerly, uncommitted tokens included. Changes nothing.
@@ -205,8 +220,6 @@ class ReplayCache(Cache):
                 f"cannot {what}: a forward through this cache broke off half-way; call reset() or build a new cache"
             )
 
-    # -- rollback -----------------------------------------------------------------------------------------------------
-
     def activate_past_recording(self) -> None:
         """From now on keep the last ``max_draft`` tokens uncommitted until `crop` decides about them."""
         self.cursor.recording = True
@@ -237,7 +250,7 @@ class ReplayCache(Cache):
         _, _, pending = self.cursor.tensors()
         if uniform != 0 and bool((pending < rejected).any()):
             raise ValueError(
-                f"cannot reject {-tokens_to_remove if isinstance(tokens_to_remove, int) else rejected.tolist()} tokens: "
+                f"cannot reject {rejected.tolist() if uniform is None else uniform} tokens: "
                 f"only the last {int(pending.min())} are uncommitted (max_draft={self.replay_config.max_draft})"
             )
         if uniform is None and self.attention_layers:
@@ -286,8 +299,6 @@ class ReplayCache(Cache):
                     layer.crop(-extra)
                 else:
                     layer.reset()
-
-    # -- rows ---------------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
         """Back to an empty sequence; buffers keep their memory, recording stops."""

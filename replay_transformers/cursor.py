@@ -15,10 +15,11 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
 
     Made under `inference_mode` it is an ordinary tensor all the same, so it can be updated in place outside.
     """
+    if torch.compiler.is_compiling():
+        return torch.zeros(shape, dtype=dtype, device=device)
     with torch.inference_mode(False), torch.no_grad():
         buffer = torch.zeros(shape, dtype=dtype, device=device)
-    if not torch.compiler.is_compiling():
-        torch._dynamo.mark_static_address(buffer)
+    torch._dynamo.mark_static_address(buffer)
     return buffer
 
 
@@ -75,7 +76,8 @@ class Cursor:
         assert self.base is not None and self.committed is not None and self.pending is not None
         return self.base, self.committed, self.pending
 
-    def _allocate(self, batch_size: int, device: torch.device) -> None:
+    def allocate(self, batch_size: int, device: torch.device) -> None:
+        """Make the three tensors, all zero."""
         shape = (batch_size,)
         self.base, self.committed, self.pending = (allocate(shape, torch.int64, device) for _ in range(3))
 
@@ -96,7 +98,7 @@ class Cursor:
                     f"this replay cache holds {self.batch_size} rows, got a batch of {batch_size} on {device}; call "
                     "cache.reset() or build a new cache for another batch"
                 )
-            self._allocate(batch_size, device)
+            self.allocate(batch_size, device)
         _, committed, pending = self.tensors()
         if tokens <= self.config.max_step:
             kept = tokens
@@ -170,9 +172,7 @@ class Cursor:
         """Keep the given rows (int64 ``[n]``), in place if the addresses have to stay."""
         if self.base is None:
             return
-        self.base, self.committed, self.pending = (
-            select_rows(tensor, rows, in_place) for tensor in self.tensors()
-        )
+        self.base, self.committed, self.pending = (select_rows(tensor, rows, in_place) for tensor in self.tensors())
 
 
 def select_rows(buffer: torch.Tensor, rows: torch.Tensor, in_place: bool) -> torch.Tensor:

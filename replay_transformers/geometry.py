@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["FAMILIES", "LayerGeometry", "layer_geometries", "text_config"]
+__all__ = ["FAMILIES", "LayerGeometry", "attention_shape", "layer_geometries", "text_config"]
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,13 @@ def text_config(config: Any) -> Any:
     if not hasattr(config, "get_text_config"):
         raise ValueError(f"expected a transformers model configuration, got {type(config).__name__}")
     return config.get_text_config(decoder=True)
+
+
+def attention_shape(config: Any) -> tuple[int, int]:
+    """``(key/value heads, head dimension)`` of the model's attention layers."""
+    decoder = text_config(config)
+    head_dim = getattr(decoder, "head_dim", None) or decoder.hidden_size // decoder.num_attention_heads
+    return decoder.num_key_value_heads, head_dim
 
 
 def layer_geometries(config: Any) -> list[LayerGeometry]:

@@ -53,9 +53,7 @@ def _scale_scores(weights: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     return (_by_key_head(weights, scores.shape[1]) * scores[:, :, None]).flatten(1, 2)
 
 
-def _solve_deltas(
-    decay: torch.Tensor, keys: torch.Tensor, beta: torch.Tensor, residual: torch.Tensor
-) -> torch.Tensor:
+def _solve_deltas(decay: torch.Tensor, keys: torch.Tensor, beta: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     """The corrections ``d`` of a block.
 
     Solves ``d_t + beta_t sum_{j < t} decay[t, j] (k_j . k_t) d_j = beta_t residual_t`` by forward substitution.

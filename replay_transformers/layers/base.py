@@ -1,4 +1,4 @@
-"""The state-space layers of a replay cache: a checkpoint, a ring of recent inputs, and where they go."""
+"""What the state-space layers of a replay cache share, whatever their operator."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,12 +10,9 @@ from replay_transformers.config import ReplayConfig
 from replay_transformers.cursor import Cursor, allocate, select_rows
 from replay_transformers.geometry import LayerGeometry
 from replay_transformers.kernels.causal_conv import reference as causal_conv
-from replay_transformers.kernels.decay import at_least_float32
-from replay_transformers.kernels.gated_delta import reference as gated_delta
-from replay_transformers.kernels.mamba2 import reference as mamba2
 from replay_transformers.kernels.saturate import store
 
-__all__ = ["LAYER_CLASSES", "GatedDeltaReplayLayer", "Mamba2ReplayLayer", "ReplayLayer"]
+__all__ = ["ReplayLayer"]
 
 
 class ReplayLayer(LinearAttentionCacheLayerMixin):
@@ -43,11 +40,10 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
         self.cursor = cursor
         self.order = order
         self.last = last
-        self.checkpoint: torch.Tensor | None = None
-        self.conv_ring: torch.Tensor | None = None
+        # tensors from the first forward on, None before it
+        self.checkpoint: Any = None
+        self.conv_ring: Any = None
         self.rings: dict[str, torch.Tensor] = {}
-
-    # -- what transformers asks of a linear attention layer ----------------------------------------------------------
 
     @property
     def has_previous_state(self) -> dict[int, bool]:
@@ -77,8 +73,8 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
     lazy_initialization = _unpatched
     update_conv_state = _unpatched
     update_recurrent_state = _unpatched
-    conv_states = property(_unpatched)  # type: ignore[assignment]
-    recurrent_states = property(_unpatched)  # type: ignore[assignment]
+    conv_states = property(_unpatched)
+    recurrent_states = property(_unpatched)
 
     def offload(self) -> None:
         """Nothing: replay layers stay on their device."""
@@ -89,8 +85,6 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         """Not for one layer alone: the cursor is shared."""
         raise ValueError("call crop() on the ReplayCache: its layers share one cursor and roll back together")
-
-    # -- a forward ----------------------------------------------------------------------------------------------------
 
     def convolve(
         self, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
@@ -106,8 +100,7 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
         """
         self._open(inputs)
         if self.conv_ring is None:
-            slots = self.config.capacity + self.geometry.conv_kernel - 1
-            self.conv_ring = allocate((inputs.shape[0], slots, inputs.shape[2]), inputs.dtype, inputs.device)
+            self.allocate(inputs.shape[0], inputs.dtype, inputs.device)
         base, committed, pending = self.cursor.on(inputs.device)
         with torch.autocast(inputs.device.type, enabled=False):
             return causal_conv.conv_step(
@@ -168,7 +161,7 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
             replay: takes the operands' newest tokens and the cursor, gives their output and records them.
         """
         plan = self.cursor.plan
-        assert plan is not None and self.checkpoint is not None
+        assert plan is not None
         base, committed, pending = self.cursor.on(self.checkpoint.device)
         outputs = []
         with torch.autocast(self.checkpoint.device.type, enabled=False):
@@ -182,9 +175,7 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
             if plan.kept:
                 newest = (operand[:, plan.scanned :] for operand in operands)
                 may_flush = plan.may_flush and not plan.scanned
-                outputs.append(
-                    replay(*newest, base=base, committed=committed, pending=pending, may_flush=may_flush)
-                )
+                outputs.append(replay(*newest, base=base, committed=committed, pending=pending, may_flush=may_flush))
         plan.next_layer += 1
         if self.last:
             self.cursor.end()
@@ -193,16 +184,21 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
     def _fold(self, base: torch.Tensor, count: torch.Tensor) -> None:
         raise NotImplementedError
 
-    def _allocate(self, like: torch.Tensor, rings: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
-        """Make the checkpoint and the rings (``name: (shape, dtype)``) on the device of ``like``, once."""
-        if self.checkpoint is not None:
-            return
-        geometry = self.geometry
-        shape = (like.shape[0], geometry.heads, geometry.head_dim, geometry.state_dim)
-        self.checkpoint = allocate(shape, self.config.checkpoint_dtype, like.device)
-        self.rings = {name: allocate(ring, dtype, like.device) for name, (ring, dtype) in rings.items()}
+    def allocate(self, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Make all buffers for ``rows`` rows of activations in ``dtype``; otherwise the first forward does."""
+        geometry, slots = self.geometry, self.config.capacity
+        conv_slots = slots + geometry.conv_kernel - 1
+        self.conv_ring = allocate((rows, conv_slots, geometry.conv_dim), dtype, device)
+        shape = (rows, geometry.heads, geometry.head_dim, geometry.state_dim)
+        self.checkpoint = allocate(shape, self.config.checkpoint_dtype, device)
+        self.rings = {
+            name: allocate((rows, heads, slots, *width), ring_dtype, device)
+            for name, (heads, width, ring_dtype) in self._ring_shapes(dtype).items()
+        }
 
-    # -- the whole cache ----------------------------------------------------------------------------------------------
+    def _ring_shapes(self, dtype: torch.dtype) -> dict[str, tuple[int, tuple[int, ...], torch.dtype]]:
+        """Rings by name: ``(heads, width of a record per head, dtype)`` for activations in ``dtype``."""
+        raise NotImplementedError
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Every tensor of the layer by name; empty before the first forward."""
@@ -239,133 +235,5 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
             self._fold(base, committed)
 
     def _everything(self) -> dict[str, torch.Tensor]:
-        assert self.checkpoint is not None
         base, committed, pending = (tensor.to(self.checkpoint.device) for tensor in self.cursor.tensors())
         return {"base": base, "count": committed + pending}
-
-
-class Mamba2ReplayLayer(ReplayLayer):
-    """A Mamba-2 layer.
-
-    Checkpoint ``[B, H, P, N]``; rings ``x [B, H, R, P]`` and ``b [B, G, R, N]`` in the activation dtype, ``dt
-    [B, H, R]`` in float32. ``rate`` (``[H]``) is the layer's ``A`` as of the last forward.
-    """
-
-    rate: torch.Tensor | None = None
-
-    def step(
-        self,
-        x: torch.Tensor,
-        dt: torch.Tensor,
-        B: torch.Tensor,
-        C: torch.Tensor,
-        A: torch.Tensor,
-        D: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """The forward's output ``[B, T, H, P]`` in the dtype of ``x``; records its tokens, closes the layer's forward.
-
-        Args:
-            x: ``[B, T, H, P]``. dt: ``[B, T, H]`` in float32, after bias, softplus and limits. B, C: ``[B, T, G, N]``.
-            A: ``[H]``, negative, float32. D: ``[H]`` or None.
-        """
-        rows, geometry, slots = x.shape[0], self.geometry, self.config.capacity
-        wide = at_least_float32(x.dtype)
-        self._allocate(
-            x,
-            {
-                "x": ((rows, geometry.heads, slots, geometry.head_dim), x.dtype),
-                "b": ((rows, geometry.groups, slots, geometry.state_dim), x.dtype),
-                "dt": ((rows, geometry.heads, slots), wide),
-            },
-        )
-        if self.rate is None or self.rate.device != A.device or self.rate.dtype != wide:
-            self.rate = allocate((geometry.heads,), wide, A.device)
-        with torch.no_grad():
-            self.rate.copy_(A)
-
-        def scan(x: torch.Tensor, dt: torch.Tensor, B: torch.Tensor, C: torch.Tensor) -> tuple[Any, Any]:
-            return mamba2.scan(x, dt, B, C, A, D, state=self.checkpoint)
-
-        def replay(x: torch.Tensor, dt: torch.Tensor, B: torch.Tensor, C: torch.Tensor, **cursor: Any) -> torch.Tensor:
-            return mamba2.replay_step(
-                x,
-                dt,
-                B,
-                C,
-                A,
-                D,
-                state=self.checkpoint,
-                ring_x=self.rings["x"],
-                ring_b=self.rings["b"],
-                ring_dt=self.rings["dt"],
-                window=self.config.window,
-                **cursor,
-            )
-
-        return self._run((x, dt, B, C), scan, replay)
-
-    def _records(self) -> tuple[torch.Tensor, ...]:
-        return self.rings["x"], self.rings["b"], self.rings["dt"], self.rate
-
-    def _fold(self, base: torch.Tensor, count: torch.Tensor) -> None:
-        mamba2.fold(self.checkpoint, *self._records(), base=base, count=count)
-
-    def state(self) -> torch.Tensor:
-        """The recurrent state ``[B, H, P, N]`` as if updated eagerly, uncommitted tokens included. Changes nothing."""
-        return mamba2.folded_state(self.checkpoint, *self._records(), **self._everything())
-
-
-class GatedDeltaReplayLayer(ReplayLayer):
-    """A Gated DeltaNet layer.
-
-    Checkpoint ``[B, Hv, V, K]`` (transformers' layout transposed: one row per output channel, as in Mamba-2); rings
-    ``k [B, Hk, R, K]`` and ``v [B, Hv, R, V]`` in the activation dtype, before normalisation, ``g [B, Hv, R]`` in
-    float32, ``beta [B, Hv, R]`` as the model computes it, and the derived ``d [B, Hv, R, V]`` in float32.
-    """
-
-    def step(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
-    ) -> torch.Tensor:
-        """The forward's output ``[B, T, Hv, V]`` in the dtype of ``q``; records its tokens, closes the layer's forward.
-
-        Args:
-            q, k: ``[B, T, Hk, K]``, before normalisation. v: ``[B, T, Hv, V]``. g: ``[B, T, Hv]`` log-decay in
-            float32. beta: ``[B, T, Hv]``.
-        """
-        rows, geometry, slots = q.shape[0], self.geometry, self.config.capacity
-        wide = at_least_float32(q.dtype)
-        self._allocate(
-            q,
-            {
-                "k": ((rows, geometry.groups, slots, geometry.state_dim), k.dtype),
-                "v": ((rows, geometry.heads, slots, geometry.head_dim), v.dtype),
-                "g": ((rows, geometry.heads, slots), wide),
-                "beta": ((rows, geometry.heads, slots), beta.dtype),
-                "d": ((rows, geometry.heads, slots, geometry.head_dim), wide),
-            },
-        )
-
-        def scan(*operands: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return gated_delta.scan(*operands, state=self.checkpoint)
-
-        def replay(*operands: torch.Tensor, **cursor: Any) -> torch.Tensor:
-            rings = {f"ring_{name}": ring for name, ring in self.rings.items()}
-            return gated_delta.replay_step(
-                *operands, state=self.checkpoint, **rings, window=self.config.window, **cursor
-            )
-
-        return self._run((q, k, v, g, beta), scan, replay)
-
-    def _records(self) -> tuple[torch.Tensor, ...]:
-        return self.rings["k"], self.rings["v"], self.rings["g"], self.rings["beta"]
-
-    def _fold(self, base: torch.Tensor, count: torch.Tensor) -> None:
-        gated_delta.fold(self.checkpoint, *self._records(), base=base, count=count)
-
-    def state(self) -> torch.Tensor:
-        """The recurrent state ``[B, Hv, K, V]`` as if updated eagerly, uncommitted tokens included. Changes nothing."""
-        state = gated_delta.folded_state(self.checkpoint, *self._records(), **self._everything())
-        return state.transpose(-1, -2).contiguous()
-
-
-LAYER_CLASSES: dict[str, type[ReplayLayer]] = {"mamba2": Mamba2ReplayLayer, "gated_delta": GatedDeltaReplayLayer}
