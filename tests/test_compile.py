@@ -29,7 +29,7 @@ def _compile_config(backend: str) -> CompileConfig:
 
 
 def _check_one_graph(model: Any, backend: str, window: int) -> None:
-    """64 compiled steps over several flushes, then two more calls: one graph, the tokens of decoding without a cache."""
+    """64 compiled steps over several flushes, and two more calls: one graph, and the right tokens."""
     arguments = {
         "max_new_tokens": 65,
         "do_sample": False,

@@ -45,7 +45,7 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
         self.conv_ring: Any = None
         self.rings: dict[str, torch.Tensor] = {}
 
-    @property
+    @property  # type: ignore[override]
     def has_previous_state(self) -> dict[int, bool]:
         """Whether the layer has seen tokens since the last reset (under key 0)."""
         return {0: not self.cursor.fresh}

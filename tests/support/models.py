@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
 
 from replay_transformers.cache import ReplayCache
 
@@ -180,9 +179,7 @@ def full_logits(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None)
     mask = torch.ones_like(ids) if mask is None else mask
     keep = {"logits_to_keep": 0}
     with torch.no_grad():
-        return model(
-            input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=False, **keep
-        ).logits
+        return model(input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=False, **keep).logits
 
 
 def greedy_without_cache(model: Any, ids: torch.Tensor, mask: torch.Tensor, steps: int) -> torch.Tensor:
@@ -194,9 +191,7 @@ def greedy_without_cache(model: Any, ids: torch.Tensor, mask: torch.Tensor, step
     return ids
 
 
-def cached_forward(
-    model: Any, cache: ReplayCache, ids: torch.Tensor, mask: torch.Tensor | None = None
-) -> torch.Tensor:
+def cached_forward(model: Any, cache: ReplayCache, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
     """One forward of the new tokens ``ids``; ``mask`` covers everything seen so far including them. Logits."""
     seen = int(cache.get_seq_length())
     if mask is None:
