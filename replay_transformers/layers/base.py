@@ -45,8 +45,8 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
         self.conv_ring: Any = None
         self.rings: dict[str, torch.Tensor] = {}
 
-    @property  # type: ignore[override]
-    def has_previous_state(self) -> dict[int, bool]:
+    @property
+    def has_previous_state(self) -> dict[int, bool]:  # type: ignore[override]
         """Whether the layer has seen tokens since the last reset (under key 0)."""
         return {0: not self.cursor.fresh}
 
