@@ -1,0 +1,128 @@
+"""The commands and their options."""
+
+from enum import Enum
+from typing import Annotated
+
+import transformers
+import typer
+
+import replay_transformers as rt
+from replay_transformers.cli.compare import Settings
+from replay_transformers.cli.loading import load
+from replay_transformers.cli.screen import Screen
+
+__all__ = ["app", "main"]
+
+# Openings of the kind of text that the sample models are trained on; --seed picks one.
+PROMPTS = (
+    "import os\nimport sys\n\n\ndef main(argv=None):\n    ",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n        ",
+    'def read_lines(path):\n    """Return the lines of a file."""\n    with open(path) as file:\n        ',
+)
+DEMO_ROUNDS = 3
+
+app = typer.Typer(name="replay-transformers", no_args_is_help=True, add_completion=False)
+
+
+class SampleName(str, Enum):
+    """The sample models that the demonstration runs."""
+
+    qwen3_5 = "qwen3_5"
+    nemotron_h = "nemotron_h"
+
+
+class CacheName(str, Enum):
+    """The replay caches."""
+
+    replay = "replay"
+    replay_static = "replay_static"
+
+
+class DtypeName(str, Enum):
+    """Dtypes of the weights."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate.")]
+Window = Annotated[int, typer.Option(min=1, help="Decode steps between two writes of the state.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Do not stream the text.")]
+OnlyJson = Annotated[bool, typer.Option("--json", help="Print nothing but the results, as JSON.")]
+
+
+def main() -> None:
+    """The console command."""
+    app()
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"replay-transformers {rt.__version__} (transformers {transformers.__version__})")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Decode hybrid state-space models with a cache that keeps recent inputs instead of rewriting the state."""
+    verbosity = transformers.logging.get_verbosity()
+    context.call_on_close(lambda: transformers.logging.set_verbosity(verbosity))
+    transformers.logging.set_verbosity_error()  # not the advice to install faster stock kernels
+
+
+@app.command()
+def demo(
+    model: Annotated[SampleName | None, typer.Option(help="Only this sample model.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Text to continue; by default a built-in one.")] = None,
+    max_new_tokens: MaxNewTokens = 64,
+    window: Window = 16,
+    seed: Annotated[int, typer.Option(min=0, help="Which built-in prompt. Decoding itself is greedy.")] = 0,
+    quiet: Quiet = False,
+    only_json: OnlyJson = False,
+) -> None:
+    """Continue a prompt with the stock cache and with a replay cache, and compare tokens, bytes and time.
+
+    Runs the small models that ship with the package, in float32 on the CPU. Exits with 1 if the tokens differ.
+    """
+    text = PROMPTS[seed % len(PROMPTS)] if prompt is None else prompt
+    settings = Settings(max_new_tokens=max_new_tokens, window=window, rounds=DEMO_ROUNDS)
+    screen = Screen(quiet=quiet, only_json=only_json)
+    with screen.errors():
+        for sample in [model] if model else SampleName:
+            folder = rt.sample_model(sample.value)
+            with screen.loading(folder):
+                loaded = load(folder, "float32", "cpu")
+            screen.compare(loaded, text, settings)
+    screen.finish()
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="A folder, or a model's name on the Hugging Face hub.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    max_new_tokens: MaxNewTokens = 64,
+    window: Window = 16,
+    dtype: Annotated[DtypeName, typer.Option(help="Dtype of the weights.")] = DtypeName.float32,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; by default a GPU if there is one.")] = None,
+    cache: Annotated[CacheName, typer.Option(help="Growing or fixed shapes.")] = CacheName.replay,
+    compare: Annotated[bool, typer.Option(help="Run the stock cache as well.")] = True,
+    quiet: Quiet = False,
+    only_json: OnlyJson = False,
+) -> None:
+    """Do the same with any supported model, local or from the hub.
+
+    Exits with 1 if the tokens differ in float32, and with 2 if the model cannot be used.
+    """
+    settings = Settings(max_new_tokens=max_new_tokens, window=window, cache=cache.value, stock=compare)
+    screen = Screen(quiet=quiet, only_json=only_json)
+    with screen.errors():
+        with screen.loading(model):
+            loaded = load(model, dtype.value, device)
+        screen.compare(loaded, prompt, settings)
+    screen.finish()

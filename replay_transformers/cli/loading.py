@@ -1,0 +1,81 @@
+"""Loads what a command works on, and turns what can go wrong into one line."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from replay_transformers.geometry import layer_geometries
+
+__all__ = ["DTYPES", "CommandError", "Loaded", "load"]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class CommandError(Exception):
+    """An error of the user's or of their surroundings, told in one line."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in eval mode with its tokenizer, and what to call it."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the weights, as in `DTYPES`."""
+        return str(self.model.dtype).removeprefix("torch.")
+
+    def encode(self, prompt: str) -> dict[str, torch.Tensor]:
+        """``input_ids`` and ``attention_mask`` of a prompt, int64 ``[1, T]`` on the model's device.
+
+        Raises:
+            CommandError: a prompt of no tokens.
+        """
+        encoded = self.tokenizer(prompt, return_tensors="pt").to(self.model.device)
+        if encoded["input_ids"].numel() == 0:
+            raise CommandError("the prompt is empty: give it at least one token")
+        return {name: encoded[name] for name in ("input_ids", "attention_mask")}
+
+
+def load(source: str | Path, dtype: str, device: str | None) -> Loaded:
+    """Load a model and its tokenizer, after checking that a replay cache supports it.
+
+    Args:
+        source: a folder, or the model's name on the hub.
+        dtype: a key of `DTYPES`.
+        device: as torch names it; None takes a GPU if there is one.
+
+    Raises:
+        CommandError: it cannot be loaded, or is not supported.
+    """
+    place, folder = _device(device), Path(source)
+    if not folder.exists() and (folder.is_absolute() or str(source).startswith((".", "~"))):
+        raise CommandError(f"there is no folder {str(source)!r}")
+    try:
+        layer_geometries(AutoConfig.from_pretrained(source))
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype])
+    except (OSError, ValueError, KeyError, ImportError, NotImplementedError) as error:
+        raise CommandError(f"cannot load {str(source)!r}: {_first_line(error)}") from error
+    return Loaded(folder.resolve().name if folder.is_dir() else str(source), model.to(place).eval(), tokenizer)
+
+
+def _device(device: str | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise CommandError(f"cannot use device {device!r}: {_first_line(error)}") from error
+    return torch.device(device)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
