@@ -47,6 +47,11 @@ class GrowingAttentionLayer(DynamicLayer):
         self.keys, self.values = keys.detach(), values.detach()
         return keys, values
 
+    def reset(self) -> None:
+        """Drop keys and values; transformers before 5.20 only zeroes them, which keeps their length."""
+        self.keys = self.values = None
+        self.is_initialized = False
+
 
 class FixedAttentionLayer(StaticLayer):
     """Keys and values ``[B, heads, max_cache_len, head_dim]``, allocated once and written in place."""
