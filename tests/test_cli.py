@@ -57,6 +57,11 @@ def records(*arguments: str | Path, code: int = 0) -> list[dict[str, Any]]:
     return json.loads(run(*arguments, "--json", code=code).stdout)
 
 
+def joined(text: str) -> str:
+    """Lines that were wrapped at the console's width, in one."""
+    return " ".join(text.split())
+
+
 def test_version() -> None:
     assert run("--version").output.split()[:2] == ["replay-transformers", rt.__version__]
 
@@ -70,19 +75,22 @@ def test_help_names_the_commands() -> None:
 @pytest.mark.core
 @pytest.mark.usefixtures("_tiny_samples")
 def test_demo() -> None:
-    text = run("demo", "--max-new-tokens", "20", "--window", "4").output
+    text = joined(run("demo", "--max-new-tokens", "20", "--window", "4").output)
     assert text.count("tokens equal: yes (20 of 20, greedy)") == 2
     for name in FAMILIES:
         assert f"{name}, stock cache" in text
         assert f"{name}, replay cache" in text
     assert text.count("def main(argv=None)") == 4
     assert "state, writes" in text
+    # 19 decode steps: flushes in steps 5, 9, 13 and 17
+    assert text.count("The mean is over 12 steps, from flush to flush.") == 2
 
 
 @pytest.mark.usefixtures("_tiny_samples")
 def test_demo_of_one_model_with_a_prompt_and_without_the_text() -> None:
     text = run("demo", "--model", "nemotron_h", "--prompt", "zebra", "--max-new-tokens", "6", "--quiet").output
     assert "tokens equal: yes (6 of 6, greedy)" in text
+    assert "The mean is over 5 steps, too few for a whole window." in joined(text)
     assert "qwen3_5" not in text
     assert "zebra" not in text
 

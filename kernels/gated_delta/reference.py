@@ -171,7 +171,7 @@ def replay_step(
         v: ``[B, T, Hv, V]``.
         g: ``[B, T, Hv]`` in float32, the log-decay (``<= 0``). beta: ``[B, T, Hv]``.
         state: ``[B, Hv, V, K]``, the checkpoint, **mutated** only in rows that are due.
-        ring_k: ``[B, Hk, R, K]``, ring_v, ring_d: ``[B, Hv, R, V]`` (``ring_d`` in the compute dtype), ring_g,
+        ring_k: ``[B, Hk, R, K]``, ring_v, ring_d: ``[B, Hv, R, V]``, ring_g,
             ring_beta: ``[B, Hv, R]``, **mutated**: T slots per row.
         base, committed, pending: int64 ``[B]``. ``R >= committed + pending + T`` in every row.
         window: flush window in tokens.

@@ -14,8 +14,8 @@ __all__ = ["as_json", "as_table", "verdict"]
 
 NOTE = (
     "Bytes: what PyTorch's operators read and wrote of the cache's buffers in decode steps, counted while they ran; "
-    "temporaries and attention's keys and values are not included, means are over whole windows. The plain PyTorch "
-    "kernels read all slots of a ring, used or not, and in a flush step the state several times. "
+    "temporaries and attention's keys and values are not included. The mean is over {steps} steps, {windows}. The plain "
+    "PyTorch kernels read all slots of a ring, used or not, and in a flush step the state several times. "
     "Time: whole runs without the counting{rounds}."
 )
 
@@ -52,9 +52,17 @@ def as_table(comparison: Comparison) -> Group:
     table.add_row("decode steps counted", *(str(len(steps)) for _, steps, _ in columns))
     times = {"stock": comparison.runs.get("stock"), "mean": comparison.runs["replay"]}
     table.add_row("time of a run", *(_time(times.get(title)) for title, _, _ in columns))
-    rounds = comparison.settings.rounds
-    note = NOTE.format(rounds=f", median of {rounds}" if rounds > 1 else "")
-    return Group(table, Text(note, style="dim"))
+    return Group(table, Text(_note(comparison), style="dim"))
+
+
+def _note(comparison: Comparison) -> str:
+    steps, rounds = comparison.runs["replay"].steps, comparison.settings.rounds
+    whole = sum(step.wrote_state for step in steps) > 1
+    return NOTE.format(
+        steps=len(whole_windows(steps)),
+        windows="from flush to flush" if whole else "too few for a whole window",
+        rounds=f", median of {rounds}" if rounds > 1 else "",
+    )
 
 
 def _time(run: Run | None) -> str:
