@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from mktestdocs import check_docstring
 from transformers import DynamicCache
 
 import replay_transformers as rt
@@ -268,6 +269,11 @@ def test_buffers_of_caches(model: Any) -> None:
         "ring": footprint["ring"],
         "convolution": footprint["convolution"],
     }
+
+
+@pytest.mark.parametrize("example", [TrafficCounter, count_steps])
+def test_docstring(example: Any) -> None:
+    check_docstring(example, lang="python")
 
 
 # -- means ------------------------------------------------------------------------------------------------------------

@@ -109,10 +109,17 @@ class Screen:
             self.out.print(Text(prompt, style="bold"), end="", soft_wrap=True)
             return _TextPrinter(loaded.tokenizer, self.out)
 
-        def silent(name: str, most: int) -> Any:
-            return _TokenBar(f"{loaded.name}, {name} cache", most, self.err)
+        bars = []
 
-        comparison = compare(loaded, prompt, settings, streamed=streamed, silent=silent)
+        def silent(name: str, most: int) -> Any:
+            bars.append(_TokenBar(f"{loaded.name}, {name} cache", most, self.err))
+            return bars[-1]
+
+        try:
+            comparison = compare(loaded, prompt, settings, streamed=streamed, silent=silent)
+        finally:
+            for bar in bars:  # one may have been left by an exception, and it hides the cursor
+                bar.end()
         self.comparisons.append(comparison)
         if not self.only_json:
             self.out.print()
