@@ -80,10 +80,21 @@ def test_demo() -> None:
     for name in FAMILIES:
         assert f"{name}, stock cache" in text
         assert f"{name}, replay cache" in text
-    assert text.count("def main(argv=None)") == 4
+    assert text.count("class Stack:") == 4
     assert "state, writes" in text
     # 19 decode steps: flushes in steps 5, 9, 13 and 17
     assert text.count("The mean is over 12 steps, from flush to flush.") == 2
+
+
+def test_demo_on_the_models_that_ship() -> None:
+    found = records("demo", "--max-new-tokens", "36")
+    assert [record["model"] for record in found] == ["qwen3_5", "nemotron_h"]
+    for record in found:
+        assert record["tokens_equal"]
+        assert record["caches"]["replay"]["steps_that_wrote_the_state"] == 2
+        assert len(record["caches"]["replay"]["seconds"]) == commands.DEMO_ROUNDS
+        sizes = record["bytes_per_decode_step"]
+        assert sizes["replay_mean"]["writes"]["state"] == pytest.approx(sizes["stock"]["writes"]["state"] / 16)
 
 
 @pytest.mark.usefixtures("_tiny_samples")

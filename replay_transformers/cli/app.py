@@ -18,9 +18,9 @@ __all__ = ["app", "main"]
 
 # Openings of the kind of text that the sample models are trained on; --seed picks one.
 PROMPTS = (
-    "import os\nimport sys\n\n\ndef main(argv=None):\n    ",
     "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n        ",
     'def read_lines(path):\n    """Return the lines of a file."""\n    with open(path) as file:\n        ',
+    "import os\nimport sys\n\n\ndef main(argv=None):\n    ",
 )
 DEMO_ROUNDS = 3
 

@@ -51,11 +51,12 @@ class Settings:
         """Tokens of a counted run."""
         return min(self.max_new_tokens, max(self.max_counted_tokens, 2 * self.window + 2))
 
-    def arguments(self, name: str) -> dict[str, Any]:
-        """Arguments of `generate` for greedy decoding with a cache."""
+    def arguments(self, name: str, impl: str = "auto") -> dict[str, Any]:
+        """Arguments of `generate` for greedy decoding with a cache; ``impl`` is the replay cache's implementation."""
         greedy: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "do_sample": False, "num_beams": 1}
         if name == "replay":
-            return greedy | {"cache_implementation": self.cache, "cache_config": {"window": self.window}}
+            settings = {"window": self.window, "impl": impl}
+            return greedy | {"cache_implementation": self.cache, "cache_config": settings}
         return greedy | ({"cache_implementation": "static"} if self.cache == "replay_static" else {})
 
 
@@ -124,7 +125,8 @@ def compare(
         for name, run in runs.items():
             most = settings.counted_tokens
             with count_steps(loaded.model) as run.steps:
-                arguments = {**settings.arguments(name), "disable_compile": True}
+                # what PyTorch's dispatcher sees: neither kernels of another kind nor compiled code
+                arguments = settings.arguments(name, impl="reference") | {"disable_compile": True}
                 _generate(loaded, inputs, arguments, most=most, streamer=silent(name, most))
     return Comparison(loaded, prompt, settings, runs)
 

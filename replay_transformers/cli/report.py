@@ -15,7 +15,8 @@ __all__ = ["as_json", "as_table", "verdict"]
 NOTE = (
     "Bytes: what PyTorch's operators read and wrote of the cache's buffers in decode steps, counted while they ran; "
     "temporaries and attention's keys and values are not included. The mean is over {steps} steps, {windows}. "
-    "The plain PyTorch kernels read all slots of a ring, used or not, and in a flush step the state several times. "
+    "Counted on plain PyTorch kernels, which read all slots of a ring, used or not, and in a flush the state more than "
+    "once. "
     "Time: whole runs without the counting{rounds}."
 )
 
