@@ -9,7 +9,7 @@
 source "$(dirname "$0")/lib.sh"
 pip_args=("$@")
 
-size="about 290 MB"
+size="about 570 MB"
 has_gpu && size="several GB, most of it torch with CUDA"
 setup_venv .venv "$size" --editable '.[dev]'
 

@@ -140,11 +140,13 @@ def test_wheel_holds_every_module(wheel_names: set[str]) -> None:
 
 def test_wheel_holds_the_data(wheel_names: set[str]) -> None:
     assert "replay_transformers/py.typed" in wheel_names
+    models = ROOT / "replay_transformers" / "models"
+    files = {path.relative_to(ROOT).as_posix() for path in models.rglob("*") if path.is_file()}
+    assert files <= wheel_names
+    assert "replay_transformers/models/README.md" in files
     for model in SAMPLE_MODELS:
-        folder = ROOT / "replay_transformers" / "models" / model
-        files = {path.relative_to(ROOT).as_posix() for path in folder.rglob("*") if path.is_file()}
-        assert {Path(name).name for name in files} >= {"config.json", "model.safetensors", "README.md"}
-        assert files <= wheel_names
+        for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+            assert f"replay_transformers/models/{model}/{name}" in files
 
 
 @pytest.mark.core
