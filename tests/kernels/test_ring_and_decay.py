@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -88,25 +89,35 @@ def test_computing_dtype(dtype: torch.dtype, wide: torch.dtype) -> None:
 
 IMPORT_ALONE = """
 import importlib, pkgutil, sys, types
+root, what, *forbidden = sys.argv[1:]
 package = types.ModuleType("replay_transformers")  # the folder only, without the package's own imports
-package.__path__ = [sys.argv[1]]
+package.__path__ = [root]
 sys.modules["replay_transformers"] = package
-for name in ("transformers", "triton"):
+for name in forbidden:
     assert name not in sys.modules, name
     sys.modules[name] = None  # importing it raises
 kernels = importlib.import_module("replay_transformers.kernels")
 found = [module.name for module in pkgutil.walk_packages(kernels.__path__, "replay_transformers.kernels.")]
-found = [name for name in found if not name.endswith(".triton")]
-for name in found:
+chosen = [name for name in found if what == "everything" or name.endswith(".reference")]
+for name in chosen:
     importlib.import_module(name)
-print(*found)
+print(*chosen)
 """
 
 
-def test_kernels_import_neither_transformers_nor_triton() -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", IMPORT_ALONE, str(ROOT)], capture_output=True, text=True, timeout=120, check=False
-    )
+def import_alone(what: str, *forbidden: str) -> set[str]:
+    """Import kernel modules in a process that cannot import the forbidden packages; the modules' names."""
+    command = [sys.executable, "-c", IMPORT_ALONE, str(ROOT), what, *forbidden]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
-    names = {name.removeprefix("replay_transformers.kernels.") for name in result.stdout.split()}
-    assert {"ring", "decay", "mamba2.reference", "gated_delta.reference", "causal_conv.reference"} <= names
+    return {name.removeprefix("replay_transformers.kernels.") for name in result.stdout.split()}
+
+
+def test_references_import_neither_transformers_nor_triton() -> None:
+    found = import_alone("references", "transformers", "triton")
+    assert {"mamba2.reference", "gated_delta.reference", "causal_conv.reference"} <= found
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+def test_no_kernel_imports_transformers() -> None:
+    assert {"ring", "decay", "saturate", "mamba2.reference"} <= import_alone("everything", "transformers")

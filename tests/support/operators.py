@@ -136,7 +136,7 @@ class GatedDelta(Operator):
             "ring_v": v.new_zeros(rows, heads, capacity, head_dim),
             "ring_g": g.new_zeros(rows, heads, capacity),
             "ring_beta": beta.new_zeros(rows, heads, capacity),
-            "ring_d": g.new_zeros(rows, heads, capacity, head_dim),
+            "ring_d": v.new_zeros(rows, heads, capacity, head_dim),
         }
 
 
