@@ -1,6 +1,6 @@
 """Train the four small models in replay_transformers/models on the Python source that ships with CPython.
 
-On a GPU all of them train side by side in about five minutes; a CPU needs days, or --steps 3 to see it run.
+On a GPU all of them train side by side in a few minutes; a CPU needs days, or --steps 3 to see it run.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ def main(
         Path | None, typer.Option(help="Folder of Python files; by default this interpreter's standard library.")
     ] = None,
     only: Annotated[list[str] | None, typer.Option(help=f"Train only this model: {', '.join(SAMPLE_MODELS)}.")] = None,
-    steps: Annotated[int, typer.Option(help="Optimiser steps.", min=1)] = 6000,
+    steps: Annotated[int, typer.Option(help="Optimiser steps.", min=1)] = 2222,
     minutes: Annotated[float | None, typer.Option(help="Shorten the schedule to about this long.")] = None,
     batch: Annotated[int, typer.Option(help="Windows in a step.", min=1)] = 32,
     length: Annotated[int, typer.Option(help="Tokens in a window.", min=16)] = 1024,

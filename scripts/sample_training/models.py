@@ -191,7 +191,7 @@ class MtpHead(nn.Module):
             hidden: [B, T, width], the main model's states after its last norm at positions 0 to T - 1.
         """
         embedded = model.get_input_embeddings()(next_ids)
-        positions = torch.arange(1, next_ids.shape[1] + 1, device=next_ids.device)[None]
+        positions = torch.arange(1, next_ids.shape[1] + 1, device=next_ids.device).expand(3, 1, -1)
         joined = torch.cat([self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)], dim=-1)
         states = self.layers[0](
             self.fc(joined), position_embeddings=model.model.rotary_emb(embedded, positions), attention_mask=None
