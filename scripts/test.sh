@@ -22,4 +22,7 @@ step .venv/bin/ruff check .
 step .venv/bin/ruff format --check .
 step bash scripts/typecheck.sh
 step .venv/bin/python -m pytest -n "${WORKERS:-2}" --dist loadgroup
-[[ ${#failed[@]} -eq 0 ]] || die "failed: $(printf '%s; ' "${failed[@]}")"
+if [[ ${#failed[@]} -gt 0 ]]; then
+  list=$(printf ', %s' "${failed[@]}")
+  die "failed: ${list:2}"
+fi
