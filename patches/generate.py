@@ -151,10 +151,7 @@ def _check_users_cache(model: Any, cache: ReplayCache, generation_config: Any, m
             "cache_config is only for caches that generate builds; the ReplayCache passed here has its own settings "
             f"({cache.replay_config})"
         )
-    if cache.geometries != layer_geometries(model.config):
-        raise ValueError(
-            "the ReplayCache passed to generate was built for another model: build one with ReplayCache(model.config)"
-        )
+    cache.check_model(text_config(model.config))
     if cache.max_cache_len is not None and max_cache_length > cache.max_cache_len:
         raise ValueError(
             f"this call may reach {max_cache_length} cached tokens, and the ReplayCache was built with "

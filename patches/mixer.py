@@ -11,7 +11,7 @@ from transformers.integrations.accelerate import force_accelerate_hooks
 from replay_transformers.cache import ReplayCache
 from replay_transformers.geometry import LayerGeometry
 from replay_transformers.layers import ReplayLayer
-from replay_transformers.patches.versions import cache_argument
+from replay_transformers.patches.guard import refuse_training, replay_cache_of
 
 __all__ = ["convolve", "divert", "mask_padding"]
 
@@ -40,53 +40,38 @@ def convolve(mixer: Any, layer: ReplayLayer, inputs: torch.Tensor) -> torch.Tens
 
 
 def divert(
-    original: Callable[..., torch.Tensor],
     replay_forward: ReplayForward,
     geometry: Callable[[Any], LayerGeometry],
+    original: Callable[..., torch.Tensor],
 ) -> Callable[..., torch.Tensor]:
     """A mixer's forward that uses the replay cache where it is given one, and is the original everywhere else.
 
     Args:
-        original: the class's own forward.
         replay_forward: the forward on a replay layer.
         geometry: reads a mixer's shapes off its attributes.
+        original: the class's own forward.
     """
     hooked = force_accelerate_hooks("conv1d")(replay_forward)
 
     @functools.wraps(original)
     def forward(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        cache = args[0] if args else cache_argument(kwargs)
-        if not isinstance(cache, ReplayCache):
+        cache = replay_cache_of(args, kwargs)
+        if cache is None:
             return original(self, hidden_states, *args, **kwargs)
         attention_mask = args[1] if len(args) > 1 else kwargs.get("attention_mask")
-        layer = _checked_layer(self, cache, geometry(self), kwargs)
-        return hooked(self, hidden_states, layer, attention_mask)
+        refuse_training(self, kwargs)
+        return hooked(self, hidden_states, _checked_layer(self, cache, geometry(self)), attention_mask)
 
     return forward
 
 
-def _checked_layer(mixer: Any, cache: ReplayCache, geometry: LayerGeometry, kwargs: dict[str, Any]) -> ReplayLayer:
+def _checked_layer(mixer: Any, cache: ReplayCache, geometry: LayerGeometry) -> ReplayLayer:
     index = mixer.layer_idx
     layer = cache.layers[index] if index < len(cache.layers) else None
-    problem: Exception | None = None
-    if not isinstance(layer, ReplayLayer) or layer.geometry != geometry:
-        held = layer.geometry if isinstance(layer, ReplayLayer) else type(layer).__name__
-        problem = ValueError(
-            f"this replay cache belongs to another model: its layer {index} is {held}, the model's is {geometry}; "
-            "build one with ReplayCache(model.config)"
-        )
-    elif mixer.training and torch.is_grad_enabled():
-        problem = ValueError(
-            "a replay cache cannot be used in training mode with gradients enabled: call model.eval(), use "
-            "torch.no_grad(), or pass use_cache=False"
-        )
-    elif kwargs.get("cu_seq_lens_q") is not None or kwargs.get("seq_idx") is not None:
-        problem = NotImplementedError(
-            "a replay cache does not take packed sequences (cu_seq_lens_q, seq_idx): pad the batch on the left instead"
-        )
-    if problem is None:
-        assert isinstance(layer, ReplayLayer)
+    if isinstance(layer, ReplayLayer) and layer.geometry == geometry:
         return layer
-    if cache.cursor.plan is None:
-        cache.discard_partial_forward()
-    raise problem
+    held = layer.geometry if isinstance(layer, ReplayLayer) else type(layer).__name__
+    raise ValueError(
+        f"this replay cache belongs to another model: its layer {index} is {held}, the model's is {geometry}; build "
+        "one with ReplayCache(model.config)"
+    )

@@ -9,6 +9,7 @@ import logging
 import threading
 import types
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,14 @@ MIXERS: dict[tuple[str, str], str] = {
     ("nemotron_h.modeling_nemotron_h", "NemotronHMamba2Mixer"): "nemotron_h",
 }
 
+# module of transformers.models, class of the decoder that runs the layers: checked before its first layer
+DECODERS: tuple[tuple[str, str], ...] = (
+    ("qwen3_5.modeling_qwen3_5", "Qwen3_5TextModel"),
+    ("qwen3_5_moe.modeling_qwen3_5_moe", "Qwen3_5MoeTextModel"),
+    ("qwen3_next.modeling_qwen3_next", "Qwen3NextModel"),
+    ("nemotron_h.modeling_nemotron_h", "NemotronHModel"),
+)
+
 _ABSENT = object()
 
 
@@ -34,22 +43,28 @@ class _Patches:
     """Everything that is replaced while the patches are on, and how to put it back."""
 
     replaced: list[tuple[Any, str, Any]] = field(default_factory=list)
-    forwards: dict[type, tuple[Any, Any]] = field(default_factory=dict)  # mixer class -> (original, patched)
-    rebound: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # mixers that hold a forward of their own
+    forwards: dict[type, tuple[Any, Any]] = field(default_factory=dict)  # class -> (original, patched) forward
+    rebound: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # modules that hold a forward of their own
     settings: Any = None
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         self.replaced.append((owner, name, vars(owner).get(name, _ABSENT)))
         setattr(owner, name, value)
 
+    def replace_forward(self, name: tuple[str, str], wrap: Callable[[Any], Any]) -> None:
+        cls = getattr(importlib.import_module(f"transformers.models.{name[0]}"), name[1])
+        original = vars(cls)["forward"]
+        self.forwards[cls] = (original, wrap(original))
+        self.replace(cls, "forward", self.forwards[cls][1])
+
     def undo(self) -> None:
-        for mixer in list(self.rebound):
-            original, patched = self.forwards[type(mixer)]
-            bound, own = mixer.__dict__.get("_old_forward"), mixer.__dict__.get("forward")
+        for module in list(self.rebound):
+            original, patched = self.forwards[type(module)]
+            bound, own = module.__dict__.get("_old_forward"), module.__dict__.get("forward")
             if getattr(bound, "__func__", None) is patched:
-                mixer._old_forward = types.MethodType(original, mixer)
+                module._old_forward = types.MethodType(original, module)
             if getattr(own, "_replay_diverted", False):
-                mixer.__dict__["forward"] = own.__wrapped__
+                module.__dict__["forward"] = own.__wrapped__
         for owner, name, original in reversed(self.replaced):
             if original is _ABSENT:
                 delattr(owner, name)
@@ -144,63 +159,60 @@ def patched_attributes() -> list[tuple[Any, str]]:
 def _apply(patches: _Patches) -> None:
     from transformers.generation import configuration_utils, utils
 
-    from replay_transformers.patches import generate, mixer
+    from replay_transformers.patches import generate, guard, mixer
 
     patches.settings = generate.GenerateSettings(prepare_model=functools.partial(_rebind_instances, patches))
-    for (module_name, class_name), patch_name in MIXERS.items():
-        cls = getattr(importlib.import_module(f"transformers.models.{module_name}"), class_name)
+    for name, patch_name in MIXERS.items():
         patch = importlib.import_module(f"replay_transformers.patches.{patch_name}")
-        original = vars(cls)["forward"]
-        patches.forwards[cls] = (original, mixer.divert(original, patch.replay_forward, patch.geometry))
-        patches.replace(cls, "forward", patches.forwards[cls][1])
+        patches.replace_forward(name, functools.partial(mixer.divert, patch.replay_forward, patch.geometry))
+    for name in DECODERS:
+        patches.replace_forward(name, guard.guard)
 
     mixin = utils.GenerationMixin
     patches.replace(mixin, "generate", generate.wrap_generate(vars(mixin)["generate"], patches.settings))
-    name = "_prepare_cache_for_generation"
-    patches.replace(mixin, name, generate.wrap_prepare_cache(vars(mixin)[name], patches.settings))
+    prepare = "_prepare_cache_for_generation"
+    patches.replace(mixin, prepare, generate.wrap_prepare_cache(vars(mixin)[prepare], patches.settings))
     for module in (configuration_utils, utils):
-        for name, additions in (
+        for listed, additions in (
             ("ALL_CACHE_IMPLEMENTATIONS", generate.CACHE_NAMES),
             ("ALL_STATIC_CACHE_IMPLEMENTATIONS", (generate.STATIC_NAME,)),
         ):
-            if hasattr(module, name):
-                patches.replace(module, name, (*getattr(module, name), *additions))
+            if hasattr(module, listed):
+                patches.replace(module, listed, (*getattr(module, listed), *additions))
 
 
 def _rebind_instances(patches: _Patches, model: Any) -> None:
-    """Patch the mixers of ``model`` that hold a forward of their own.
+    """Patch the modules of ``model`` that hold a forward of their own.
 
     accelerate's hooks keep the forward they found as `_old_forward`; hub kernels set `forward` on the instance.
     """
     with _lock:
-        for mixer in model.modules():
-            if type(mixer) not in patches.forwards:
+        for module in model.modules():
+            if type(module) not in patches.forwards:
                 continue
-            original, patched = patches.forwards[type(mixer)]
-            bound, own = mixer.__dict__.get("_old_forward"), mixer.__dict__.get("forward")
+            original, patched = patches.forwards[type(module)]
+            bound, own = module.__dict__.get("_old_forward"), module.__dict__.get("forward")
             if bound is not None:
                 if getattr(bound, "__func__", None) is original:
-                    mixer._old_forward = types.MethodType(patched, mixer)
+                    module._old_forward = types.MethodType(patched, module)
             elif own is not None and not getattr(own, "_replay_diverted", False):
-                mixer.__dict__["forward"] = _divert_instance(patched, own, mixer)
+                module.__dict__["forward"] = _divert_instance(patched, own, module)
             else:
                 continue
-            patches.rebound.add(mixer)
+            patches.rebound.add(module)
 
 
-def _divert_instance(patched: Any, own: Any, mixer: Any) -> Any:
+def _divert_instance(patched: Any, own: Any, module: Any) -> Any:
     """An instance's own forward, except on a replay cache."""
-    from replay_transformers.cache import ReplayCache
-    from replay_transformers.patches.versions import cache_argument
+    from replay_transformers.patches.guard import replay_cache_of
 
-    reference = weakref.ref(mixer)
+    reference = weakref.ref(module)
 
     @functools.wraps(own)
-    def forward(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        cache = args[0] if args else cache_argument(kwargs)
-        if isinstance(cache, ReplayCache):
-            return patched(reference(), hidden_states, *args, **kwargs)
-        return own(hidden_states, *args, **kwargs)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if replay_cache_of(args, kwargs) is not None:
+            return patched(reference(), *args, **kwargs)
+        return own(*args, **kwargs)
 
     forward._replay_diverted = True  # type: ignore[attr-defined]
     return forward

@@ -1,9 +1,11 @@
 """The other layers of a replay cache: attention (transformers' own, made to outlive `inference_mode`), and none."""
 
+from typing import Any
+
 import torch
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
-from replay_transformers.cursor import select_rows
+from replay_transformers.cursor import Cursor, select_rows
 
 __all__ = ["EmptyLayer", "FixedAttentionLayer", "GrowingAttentionLayer"]
 
@@ -36,13 +38,45 @@ class EmptyLayer:
         """Nothing to move."""
 
 
-class GrowingAttentionLayer(DynamicLayer):
+class _InOrder:
+    """Refuses, before anything is taken in, keys and values that do not fit what the cache holds.
+
+    Args:
+        cursor: the cache's. before: state-space layers before this layer. total: state-space layers in the model.
+    """
+
+    keys: torch.Tensor | None
+
+    def __init__(self, *args: Any, cursor: Cursor, before: int, total: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.cursor, self.before, self.total = cursor, before, total
+
+    def _is_replaceable(self, states: torch.Tensor) -> bool:
+        """Whether buffers of another shape or dtype may be dropped for ``states`` ``[B, heads, T, head_dim]``."""
+        starting = self.cursor.is_starting(self.before, self.total)
+        if self.keys is None or self.keys.ndim != states.ndim:
+            return False
+        if (self.keys.shape[0], self.keys.dtype) == (states.shape[0], states.dtype):
+            return False
+        if not starting:
+            got = f"{states.shape[0]} rows of {states.dtype} on {states.device}"
+            raise ValueError(self.cursor.mismatch(got, self.keys))
+        return True
+
+
+class GrowingAttentionLayer(_InOrder, DynamicLayer):
     """Keys and values ``[B, heads, length, head_dim]`` that grow with every forward."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append ``[B, heads, T, head_dim]`` keys and values; returns all of them. What is stored is detached."""
+        """Append ``[B, heads, T, head_dim]`` keys and values; returns all of them. What is stored is detached.
+
+        Raises:
+            ValueError: another number of rows or another dtype than the cache holds. Nothing is changed then.
+        """
+        if self._is_replaceable(key_states):
+            self.reset()
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         self.keys, self.values = keys.detach(), values.detach()
         return keys, values
@@ -52,8 +86,14 @@ class GrowingAttentionLayer(DynamicLayer):
         self.keys = self.values = None
         self.is_initialized = False
 
+    def select(self, rows: torch.Tensor, in_place: bool) -> None:
+        """Keep the given rows (int64 ``[n]``)."""
+        if self.keys is not None and self.values is not None and self.keys.ndim == 4:
+            rows = rows.to(self.keys.device)
+            self.keys, self.values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
 
-class FixedAttentionLayer(StaticLayer):
+
+class FixedAttentionLayer(_InOrder, StaticLayer):
     """Keys and values ``[B, heads, max_cache_len, head_dim]``, allocated once and written in place."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -67,26 +107,18 @@ class FixedAttentionLayer(StaticLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write ``[B, heads, T, head_dim]`` keys and values behind the others; returns the whole buffers."""
+        """Write ``[B, heads, T, head_dim]`` keys and values behind the others; returns the whole buffers.
+
+        Raises:
+            ValueError: another number of rows or another dtype than the cache holds. Nothing is changed then.
+        """
+        if self._is_replaceable(key_states):
+            self.lazy_initialization(key_states, value_states)
         return super().update(key_states.detach(), value_states.detach(), *args, **kwargs)
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row ``repeats`` times."""
-        if self.keys is not None:
-            rows = torch.arange(self.keys.shape[0], device=self.keys.device).repeat_interleave(repeats)
-            self._select(rows, in_place=False)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the given rows."""
-        self._select(indices, in_place=False)
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Reorder the rows in place, so that the addresses stay."""
-        self._select(beam_idx, in_place=True)
-
-    def _select(self, rows: torch.Tensor, in_place: bool) -> None:
-        if self.keys is None or self.values is None:
-            return
-        self.keys = select_rows(self.keys, rows, in_place)
-        self.values = select_rows(self.values, rows, in_place)
-        self.batch_size = self.keys.shape[0]
+    def select(self, rows: torch.Tensor, in_place: bool) -> None:
+        """Keep the given rows (int64 ``[n]``), in place if the addresses have to stay."""
+        if self.keys is not None and self.values is not None:
+            self.keys = select_rows(self.keys, rows, in_place)
+            self.values = select_rows(self.values, rows, in_place)
+            self.batch_size = self.keys.shape[0]

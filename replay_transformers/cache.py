@@ -1,6 +1,7 @@
 """`ReplayCache`: a transformers cache whose state-space layers keep recent inputs instead of rewriting their state."""
 
 import copy
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -62,25 +63,47 @@ class ReplayCache(Cache):
         self.geometries = layer_geometries(config)
         self._key_value_heads, self._head_dim = attention_shape(config)
         self.cursor = Cursor(replay_config)
+        self._checked: tuple[int, int] | None = None  # configuration that was last found to fit
         super().__init__(layers=self._build_layers())
 
     def _build_layers(self) -> list[Any]:
-        state_space = [i for i, geometry in enumerate(self.geometries) if geometry.kind in LAYER_CLASSES]
+        total = sum(geometry.kind in LAYER_CLASSES for geometry in self.geometries)
         layers: list[Any] = []
-        for index, geometry in enumerate(self.geometries):
+        before = 0
+        for geometry in self.geometries:
+            place: dict[str, Any] = {"cursor": self.cursor, "before": before, "total": total}
             if geometry.kind in LAYER_CLASSES:
-                order = state_space.index(index)
-                last = index == state_space[-1]
-                layers.append(
-                    LAYER_CLASSES[geometry.kind](geometry, self.replay_config, self.cursor, order=order, last=last)
-                )
+                layer_class = LAYER_CLASSES[geometry.kind]
+                layers.append(layer_class(geometry, self.replay_config, self.cursor, order=before, total=total))
+                before += 1
             elif geometry.kind == "none":
                 layers.append(EmptyLayer())
             elif self.max_cache_len is None:
-                layers.append(GrowingAttentionLayer())
+                layers.append(GrowingAttentionLayer(**place))
             else:
-                layers.append(FixedAttentionLayer(max_cache_len=self.max_cache_len))
+                layers.append(FixedAttentionLayer(max_cache_len=self.max_cache_len, **place))
         return layers
+
+    def check_model(self, config: Any) -> None:
+        """Raise ValueError unless the cache fits a model with this configuration. Changes nothing."""
+        key = (id(config), config.num_hidden_layers)
+        if key == self._checked:
+            return
+        geometries = layer_geometries(config)
+        if geometries != self.geometries:
+            pairs = zip_longest(self.geometries, geometries)
+            index, (mine, its) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+            raise ValueError(
+                f"this replay cache belongs to another model: its layer {index} is {mine}, the model's is {its}; build "
+                "one with ReplayCache(model.config)"
+            )
+        self._checked = key
+
+    def check_rows(self, rows: int) -> None:
+        """Raise ValueError unless a forward of so many rows may begin. Changes nothing."""
+        self._require_between_forwards("begin a forward")
+        if not self.cursor.fresh and rows != self.batch_size:
+            raise ValueError(self.cursor.mismatch(f"{rows} rows"))
 
     def __repr__(self) -> str:
         kind = "growing" if self.max_cache_len is None else f"max_cache_len={self.max_cache_len}"
@@ -239,8 +262,8 @@ class ReplayCache(Cache):
         self._require_between_forwards("crop")
         rejected, uniform = self._rejected(tokens_to_remove)
         if self.cursor.fresh:
-            if uniform:
-                raise ValueError(f"cannot reject {uniform} tokens: the cache has not seen any")
+            if uniform != 0:
+                raise ValueError(f"cannot reject {rejected.tolist()} tokens: the cache has not seen any")
             return
         if uniform != 0 and not self.cursor.recording:
             raise ValueError(
@@ -289,17 +312,6 @@ class ReplayCache(Cache):
         device = self.cursor.base.device if self.cursor.base is not None else None
         return -torch.tensor(values, dtype=torch.int64, device=device), uniform
 
-    def discard_partial_forward(self) -> None:
-        """Drop what attention layers took in during a forward that the first state-space layer refused."""
-        seen = 0 if self.cursor.fresh else int(self.cursor.lengths().max())
-        for layer in self.attention_layers:
-            extra = int(layer.get_seq_length()) - seen
-            if extra > 0:
-                if seen:
-                    layer.crop(-extra)
-                else:
-                    layer.reset()
-
     def reset(self) -> None:
         """Back to an empty sequence; buffers keep their memory, recording stops."""
         super().reset()
@@ -308,29 +320,31 @@ class ReplayCache(Cache):
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Replace row i by row ``beam_idx[i]`` (int64 ``[B]``), in place."""
         self._require_between_forwards("reorder")
-        for layer in self.attention_layers:
-            layer.reorder_cache(beam_idx)
         self._select_rows(beam_idx, in_place=len(beam_idx) == self.batch_size)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row ``repeats`` times, next to each other."""
         self._require_between_forwards("repeat rows")
-        for layer in self.attention_layers:
-            layer.batch_repeat_interleave(repeats)
-        if self.cursor.base is not None:
-            rows = torch.arange(self.batch_size, device=self.cursor.base.device).repeat_interleave(repeats)
-            self._select_rows(rows, in_place=False)
+        rows = torch.arange(max(self.batch_size, 0)).repeat_interleave(repeats)
+        self._select_rows(rows, in_place=False)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only the given rows (int64 or bool ``[n]``), in the given order."""
         self._require_between_forwards("select rows")
         if indices.dtype == torch.bool:
             indices = indices.nonzero().squeeze(1)
-        for layer in self.attention_layers:
-            layer.batch_select_indices(indices)
         self._select_rows(indices, in_place=False)
 
     def _select_rows(self, rows: torch.Tensor, in_place: bool) -> None:
-        for layer in self.replay_layers:
-            layer.select(rows, in_place)
+        if self.cursor.base is None:
+            return
+        copies = {device: rows.to(device) for device in self._devices()}
+        for layer in (*self.replay_layers, *self.attention_layers):
+            held = layer.conv_ring if isinstance(layer, ReplayLayer) else layer.keys
+            if held is not None:
+                layer.select(copies[held.device], in_place)
         self.cursor.select(rows, in_place)
+
+    def _devices(self) -> set[torch.device]:
+        held = [layer.conv_ring for layer in self.replay_layers] + [layer.keys for layer in self.attention_layers]
+        return {buffer.device for buffer in held if buffer is not None}

@@ -31,7 +31,6 @@ class StepPlan:
         tokens: tokens per row in this forward.
         kept: tokens that go through the ring; the ``tokens - kept`` before them are scanned straight into the state.
         may_flush: False if it is known on the host that no row is due.
-        first: whether this is the first forward since construction or the last reset.
         next_layer: position (among the state-space layers) of the layer that runs next.
         copies: the cursor by device: int64 ``[B]`` tensors ``(base, committed, pending)``.
     """
@@ -39,7 +38,6 @@ class StepPlan:
     tokens: int
     kept: int
     may_flush: bool
-    first: bool
     next_layer: int = 0
     copies: dict[torch.device, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
@@ -64,7 +62,8 @@ class Cursor:
         self.committed: torch.Tensor | None = None
         self.pending: torch.Tensor | None = None
         self.plan: StepPlan | None = None
-        self.fresh = True  # nothing seen since construction or the last reset
+        self.fresh = True  # no forward has begun since construction or the last reset
+        self.first = True  # the latest forward is the first since then
 
     @property
     def batch_size(self) -> int:
@@ -90,24 +89,46 @@ class Cursor:
         """Plan a forward of ``tokens`` tokens for each of ``batch_size`` rows, on ``device``.
 
         Raises:
-            ValueError: another number of rows than the cursor has. Nothing is changed then.
+            ValueError: another number of rows or another device than the cursor has. Nothing is changed then.
         """
         if self.base is None or self.base.shape[0] != batch_size or self.base.device != device:
             if not self.fresh:
-                raise ValueError(
-                    f"this replay cache holds {self.batch_size} rows, got a batch of {batch_size} on {device}; call "
-                    "cache.reset() or build a new cache for another batch"
-                )
+                raise ValueError(self.mismatch(f"{batch_size} rows on {device}"))
             self.allocate(batch_size, device)
         _, committed, pending = self.tensors()
         if tokens <= self.config.max_step:
             kept = tokens
         else:
             kept = self.config.max_draft if self.recording else 0
-        self.plan = StepPlan(tokens, kept, self._may_flush(committed, pending, tokens), self.fresh)
+        self.plan = StepPlan(tokens, kept, self._may_flush(committed, pending, tokens))
         self.plan.copies[committed.device] = self.tensors()
-        self.fresh = False
+        self.first, self.fresh = self.fresh, False
         return self.plan
+
+    def mismatch(self, got: str, buffer: torch.Tensor | None = None) -> str:
+        """The message for a forward that does not fit what the cache holds (``buffer``, if it is about that)."""
+        held = f"{self.batch_size} rows" if buffer is None else f"{buffer.shape[0]} rows of {buffer.dtype}"
+        device = self.base if buffer is None else buffer
+        if device is not None:
+            held += f" on {device.device}"
+        return (
+            f"this replay cache holds {held}, got {got}: after moving or casting a model, or for another batch, call "
+            "cache.reset() or build a new cache"
+        )
+
+    def is_starting(self, before: int, layers: int) -> bool:
+        """Whether a layer with ``before`` of the ``layers`` state-space layers before it is in its first forward.
+
+        Raises:
+            ValueError: the layer is reached out of order. Nothing is changed then.
+        """
+        reached = None if before in (0, layers) else before
+        if (None if self.plan is None else self.plan.next_layer) != reached:
+            raise ValueError(
+                "a forward through this replay cache broke off half-way, or did not run every state-space layer of the "
+                "model once and in order, and left its layers apart; call cache.reset() or build a new cache"
+            )
+        return self.fresh if before == 0 else self.first
 
     def _may_flush(self, committed: torch.Tensor, pending: torch.Tensor, tokens: int) -> bool:
         if torch.compiler.is_compiling():
@@ -162,7 +183,7 @@ class Cursor:
         """Back to an empty sequence, in place; recording stops."""
         self.recording = False
         self.plan = None
-        self.fresh = True
+        self.fresh = self.first = True
         if self.base is not None:
             with torch.no_grad():
                 for tensor in self.tensors():

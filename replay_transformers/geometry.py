@@ -13,7 +13,7 @@ class LayerGeometry:
 
     Args:
         kind: "mamba2", "gated_delta", "attention" or "none" (mlp and expert layers: nothing to cache).
-        heads: state-space heads (value heads for Gated DeltaNet).
+        heads: state-space heads (value heads for Gated DeltaNet); key/value heads of an attention layer.
         groups: heads of ``B``/``C`` (Mamba-2) or key heads (Gated DeltaNet).
         head_dim: rows of the state per head (``P``, or the value head dimension ``V``).
         state_dim: columns of the state per head (``N``, or the key head dimension ``K``).
@@ -102,7 +102,9 @@ def layer_geometries(config: Any) -> list[LayerGeometry]:
         if layer_type == "linear_attention":
             geometries.append(family(decoder))
         elif layer_type in PLAIN_KINDS:
-            geometries.append(LayerGeometry(kind=PLAIN_KINDS[layer_type]))
+            kind = PLAIN_KINDS[layer_type]
+            heads, head_dim = attention_shape(decoder) if kind == "attention" else (0, 0)
+            geometries.append(LayerGeometry(kind=kind, heads=heads, head_dim=head_dim))
         else:
             raise NotImplementedError(
                 f"layer {index} of this {decoder.model_type!r} model is of type {layer_type!r}; the replay cache "

@@ -25,21 +25,21 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
         geometry: shapes of the layer.
         config: the cache's settings.
         cursor: shared by all layers of the cache.
-        order: position among the state-space layers. last: whether it is the last of them.
+        order: position among the state-space layers. total: how many of them there are.
     """
 
     is_croppable = True  # by pointer, while recording
     is_compileable = True  # fixed shapes, in-place writes
 
     def __init__(
-        self, geometry: LayerGeometry, config: ReplayConfig, cursor: Cursor, order: int = 0, last: bool = True
+        self, geometry: LayerGeometry, config: ReplayConfig, cursor: Cursor, order: int = 0, total: int = 1
     ) -> None:
         # the base class's buffers (conv_states, recurrent_states) are deliberately not made
         self.geometry = geometry
         self.config = config
         self.cursor = cursor
         self.order = order
-        self.last = last
+        self.total = total
         # tensors from the first forward on, None before it
         self.checkpoint: Any = None
         self.conv_ring: Any = None
@@ -108,41 +108,17 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
             )
 
     def _open(self, inputs: torch.Tensor) -> None:
-        cursor = self.cursor
-        if self.order == 0:
-            if cursor.plan is not None:
-                raise ValueError(
-                    "an earlier forward through this replay cache broke off half-way and left its layers apart; call "
-                    "cache.reset() or build a new cache"
-                )
-            starting = cursor.fresh
-        else:
-            if cursor.plan is None or cursor.plan.next_layer != self.order:
-                raise ValueError(
-                    f"state-space layer {self.order} ran out of order: every state-space layer of the model has to run "
-                    "once per forward, in order, when it uses a replay cache"
-                )
-            starting = cursor.plan.first
-        self._check_buffers(inputs, starting)
-        if self.order == 0:
-            cursor.begin(inputs.shape[0], inputs.shape[1], inputs.device)
-
-    def _check_buffers(self, inputs: torch.Tensor, starting: bool) -> None:
+        starting = self.cursor.is_starting(self.order, self.total)
         ring = self.conv_ring
-        if ring is None:
-            return
-        held = (ring.shape[0], ring.dtype, ring.device)
-        got = (inputs.shape[0], inputs.dtype, inputs.device)
-        if held == got:
-            return
-        if not starting:
-            raise ValueError(
-                f"this replay cache holds {held[0]} rows of {held[1]} on {held[2]}, got {got[0]} rows of {got[1]} on "
-                f"{got[2]}; after moving or casting a model, or for another batch, call cache.reset() or build a new "
-                "cache"
-            )
-        self.checkpoint = self.conv_ring = None
-        self.rings = {}
+        if ring is not None:
+            got = (inputs.shape[0], inputs.dtype, inputs.device)
+            if (ring.shape[0], ring.dtype, ring.device) != got:
+                if not starting:
+                    raise ValueError(self.cursor.mismatch(f"{got[0]} rows of {got[1]} on {got[2]}", ring))
+                self.checkpoint = self.conv_ring = None
+                self.rings = {}
+        if self.order == 0:
+            self.cursor.begin(inputs.shape[0], inputs.shape[1], inputs.device)
 
     def _run(
         self,
@@ -177,7 +153,7 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
                 may_flush = plan.may_flush and not plan.scanned
                 outputs.append(replay(*newest, base=base, committed=committed, pending=pending, may_flush=may_flush))
         plan.next_layer += 1
-        if self.last:
+        if plan.next_layer == self.total:
             self.cursor.end()
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 

@@ -16,8 +16,8 @@ class GatedDeltaReplayLayer(ReplayLayer):
 
     Checkpoint ``[B, Hv, V, K]`` (transformers' layout transposed: one row per output channel, as in Mamba-2); rings
     ``k [B, Hk, R, K]`` and ``v [B, Hv, R, V]`` in the activation dtype, before normalisation, ``g [B, Hv, R]`` in
-    float32, ``beta [B, Hv, R]`` as the model computes it, and the derived ``d [B, Hv, R, V]`` in the activation dtype (it
-    never enters a fold, so its rounding lives for one window at most).
+    float32, ``beta [B, Hv, R]`` as the model computes it, and the derived ``d [B, Hv, R, V]`` in the activation
+    dtype (it never enters a fold, so its rounding lives for one window at most).
     """
 
     def _ring_shapes(self, dtype: torch.dtype) -> dict[str, tuple[int, tuple[int, ...], torch.dtype]]:

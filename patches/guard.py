@@ -1,0 +1,53 @@
+"""What a model must not do with a replay cache, checked before its first layer takes anything in."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from replay_transformers.cache import ReplayCache
+from replay_transformers.patches.versions import cache_argument
+
+__all__ = ["guard", "refuse_training", "replay_cache_of"]
+
+
+def replay_cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ReplayCache | None:
+    """The replay cache among the arguments of a forward, if it got one."""
+    cache = cache_argument(kwargs)
+    if isinstance(cache, ReplayCache):
+        return cache
+    return next((value for value in args if isinstance(value, ReplayCache)), None)
+
+
+def refuse_training(module: Any, kwargs: dict[str, Any]) -> None:
+    """Raise in training mode with gradients, and for packed sequences."""
+    if module.training and torch.is_grad_enabled():
+        raise ValueError(
+            "a replay cache cannot be used in training mode with gradients enabled: call model.eval(), use "
+            "torch.no_grad(), or pass use_cache=False"
+        )
+    if kwargs.get("cu_seq_lens_q") is not None or kwargs.get("seq_idx") is not None:
+        raise NotImplementedError(
+            "a replay cache does not take packed sequences (cu_seq_lens_q, seq_idx): pad the batch on the left instead"
+        )
+
+
+def guard(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A decoder's forward that checks the replay cache it is given, if any, and is the original otherwise."""
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        cache = replay_cache_of(args, kwargs)
+        if cache is not None:
+            refuse_training(self, kwargs)
+            if not torch.compiler.is_compiling():
+                cache.check_model(self.config)
+                inputs = next(
+                    (kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None
+                )
+                if inputs is not None:
+                    cache.check_rows(inputs.shape[0])
+        return original(self, *args, **kwargs)
+
+    return forward
