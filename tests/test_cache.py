@@ -195,6 +195,7 @@ def test_from_inference_mode_to_gradients(family: str, fixed: bool) -> None:
     second = feed(model, cache, tokens[:, 6:11])
     third = model(tokens[:, 11:12], use_cache=True, **{CACHE_ARGUMENT: cache}).logits
     assert third.requires_grad
+    assert not any(t.requires_grad for t in tensors(cache).values())
     third.sum().backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     assert gradients
@@ -203,3 +204,15 @@ def test_from_inference_mode_to_gradients(family: str, fixed: bool) -> None:
     last = feed(model, cache, tokens[:, 12:])
     assert not any(t.requires_grad or t.is_inference() for t in tensors(cache).values())
     assert_logits(torch.cat([first, second, third.detach(), last], dim=1), models.full_logits(model, tokens))
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
+@pytest.mark.xfail(raises=RuntimeError, reason="they are made of inference tensors")
+def test_copies_made_in_inference_mode(how: str, fixed: bool) -> None:
+    """Are ordinary caches outside it."""
+    model = model_for("nemotron_h")
+    cache, tokens = at_phase(model, 2, max_cache_len=32 if fixed else None)
+    with torch.inference_mode():
+        other = COPIES[how](cache)
+    assert torch.equal(feed(model, other, rest(tokens, 2)), feed(model, cache, rest(tokens, 2)))

@@ -86,6 +86,9 @@ def test_the_checkpoint_is_float32_in_a_bfloat16_model(family: str) -> None:
             assert layer.conv_ring.dtype == torch.bfloat16
             for name, ring in layer.rings.items():
                 assert ring.dtype == (torch.float32 if name in decay else torch.bfloat16), name
+            if layer.geometry.kind == "mamba2":
+                log_rate = model.model.layers[index].mixer.A_log
+                assert torch.equal(layer.rate, -log_rate.float().exp())
 
 
 @EVERY_FAMILY

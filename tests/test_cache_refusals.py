@@ -1,4 +1,4 @@
-"""What a replay cache refuses, and that it is left as it was: other models, batches and dtypes, broken-off forwards."""
+"""What a replay cache refuses, and that it is left as it was: other models, batches, dtypes, modes."""
 
 from __future__ import annotations
 
@@ -35,9 +35,6 @@ def assert_refused_unchanged(model: Any, cache: rt.ReplayCache, tokens: torch.Te
     assert before.changes(cache) == []
 
 
-# -- construction -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("value", [{"window": 3}, "float32", 16], ids=repr)
 def test_settings_of_another_type(value: Any) -> None:
     with pytest.raises(ValueError, match=f"must be a ReplayConfig or None, got {type(value).__name__}"):
@@ -68,9 +65,6 @@ def test_states_of_layers_that_have_none(family: str) -> None:
             cache.state(index)
     with pytest.raises(ValueError, match="not seen any tokens"):
         new_cache(model_for(family)).state(known[0])
-
-
-# -- forwards that do not fit -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", ["nemotron_h-M*", "nemotron_h-M", "qwen3_5-attention-last"])
@@ -129,9 +123,6 @@ def test_another_dtype_after_the_reset() -> None:
     assert {layer.conv_ring.dtype, layer.rings["x"].dtype, layer.rings["b"].dtype} == {torch.bfloat16}
 
 
-# -- other models -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("order", [["full_attention", "linear_attention"], ["linear_attention", "full_attention"]])
 @pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "used"])
 @GROWING_AND_FIXED
@@ -159,58 +150,6 @@ def test_a_cache_of_a_model_with_other_layers(mine: str, other: str) -> None:
     cache = used(model)
     assert_refused_unchanged(models.build_nemotron_h(other), cache, ids(2, 1), "another model")
     feed(model, cache, ids(2, 2))
-
-
-# -- broken-off forwards ------------------------------------------------------------------------------------------
-
-
-class BreakdownError(Exception):
-    """Raised in the middle of a forward."""
-
-
-def break_off(model: Any, cache: rt.ReplayCache) -> None:
-    """A forward of which only the first layers run."""
-
-    def fail(*_: Any) -> None:
-        raise BreakdownError
-
-    hook = list(model.model.layers)[-1].register_forward_pre_hook(fail)
-    try:
-        with pytest.raises(BreakdownError):
-            models.cached_forward(model, cache, ids(2, 1))
-    finally:
-        hook.remove()
-
-
-@pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h-M*M"])
-@GROWING_AND_FIXED
-def test_a_forward_that_broke_off(name: str, fixed: bool) -> None:
-    """Every use says so and changes nothing; `reset` makes the cache as good as new, to the bit."""
-    model = model_for(name)
-    cache = used(model, fixed=fixed)
-    cache.activate_past_recording()
-    break_off(model, cache)
-    before = Snapshot(cache)
-    uses = {
-        "fork": cache.fork,
-        "flush": cache.flush,
-        "read a state": lambda: cache.state(0),
-        "crop": lambda: cache.crop(0),
-        "reorder": lambda: cache.reorder_cache(torch.tensor([1, 0])),
-        "repeat rows": lambda: cache.batch_repeat_interleave(2),
-        "select rows": lambda: cache.batch_select_indices(torch.tensor([0])),
-    }
-    for what, use in uses.items():
-        with pytest.raises(ValueError, match=f"cannot {what}: .* broke off half-way; call reset"):
-            use()
-    assert before.changes(cache) == []
-    with pytest.raises(ValueError, match="cannot begin a forward: .* broke off half-way; call reset"):
-        models.cached_forward(model, cache, ids(2, 1))
-
-    cache.reset()
-    new = new_cache(model, max_draft=2, max_cache_len=32 if fixed else None)
-    tokens, splits = ids(2, 12), [5, 1, 1, 3, 1, 1]
-    assert torch.equal(feed(model, cache, tokens, *splits), feed(model, new, tokens, *splits))
 
 
 def test_training_mode_with_gradients() -> None:

@@ -15,7 +15,14 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 import replay_transformers as rt
 from tests.support import models
@@ -24,6 +31,7 @@ from tests.support.snapshots import Snapshot
 
 EXAMPLES = 200
 MOST_TOKENS, MOST_ROWS = 40, 3
+THEN = st.integers(0, 3)  # single tokens appended after an operation
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.tokens: list[list[int]] = []
         self.pending = 0
         self.recording = False
+        self.forwards = 0
         self.aside: list[tuple[rt.ReplayCache, Snapshot, tuple[Any, ...]]] = []
 
     @property
@@ -76,51 +85,74 @@ class CacheMachine(RuleBasedStateMachine):
 
     # -- forwards -----------------------------------------------------------------------------------------------------
 
-    def append(self, count: int, rows: int, seed: int) -> None:
+    def append(self, count: int) -> None:
         count = min(count, self.room)
-        if count == 0:
+        if count == 0 or not self.tokens:
             return
-        if not self.tokens:
-            if self.setup.fixed and self.cache.batch_size > 0:
-                rows = self.cache.batch_size
-            self.tokens = [[] for _ in range(rows)]
-        new = models.prompt(len(self.tokens), count, seed=seed)["input_ids"]
+        self.forwards += 1
+        new = models.prompt(len(self.tokens), count, seed=self.forwards)["input_ids"]
         logits = models.cached_forward(self.model, self.cache, new)
         for row, ids in zip(self.tokens, new.tolist(), strict=True):
             row.extend(ids)
         self.pending = min(self.pending + count, self.setup.max_draft) if self.recording else 0
         for row, got in zip(self.tokens, logits, strict=True):
-            truth = models.full_logits(self.model, torch.tensor([row]))[0, -count:]
-            assert_logits(got, truth)
+            assert_logits(got, models.full_logits(self.model, torch.tensor([row]))[0, -count:])
 
-    @rule(rows=st.integers(1, MOST_ROWS), seed=st.integers(0, 99))
-    def append_one(self, rows: int, seed: int) -> None:
-        self.append(1, rows, seed)
+    def append_single(self, count: int) -> None:
+        for _ in range(count):
+            self.append(1)
 
-    @rule(count=st.integers(2, 20), rows=st.integers(1, MOST_ROWS), seed=st.integers(0, 99))
-    def append_several(self, count: int, rows: int, seed: int) -> None:
-        self.append(count, rows, seed)
+    @initialize(rows=st.integers(1, MOST_ROWS), count=st.integers(1, 8), record=st.booleans())
+    def start(self, rows: int, count: int, record: bool) -> None:
+        """A prompt, with or without recording from the first token on."""
+        if self.setup.fixed and self.cache.batch_size > 0:
+            rows = self.cache.batch_size
+        self.tokens = [[] for _ in range(rows)]
+        if record:
+            self.record(0)
+        self.append(count)
+
+    @rule(count=st.integers(1, 5))
+    def append_one_by_one(self, count: int) -> None:
+        self.append_single(count)
+
+    @rule(count=st.integers(2, 13))
+    def append_several(self, count: int) -> None:
+        self.append(count)
 
     # -- verdicts -----------------------------------------------------------------------------------------------------
 
-    @rule()
-    def record(self) -> None:
+    @rule(then=THEN)
+    def record(self, then: int) -> None:
         self.cache.activate_past_recording()
         self.recording = True
+        self.append_single(then)
 
-    @rule(data=st.data(), as_tensor=st.booleans())
-    def crop(self, data: st.DataObject, as_tensor: bool) -> None:
-        if self.attention or not self.tokens or not as_tensor:
-            rejected = [data.draw(st.integers(0, self.pending))] * len(self.tokens)
-            amount = rejected[0] if rejected else 0
-            self.cache.crop(torch.tensor([-n for n in rejected]) if as_tensor and rejected else -amount)
-        else:
-            each = st.integers(0, self.pending)
-            rejected = data.draw(st.lists(each, min_size=len(self.tokens), max_size=len(self.tokens)))
+    @rule(data=st.data(), as_tensor=st.booleans(), then=THEN)
+    def crop(self, data: st.DataObject, as_tensor: bool, then: int) -> None:
+        """As many as may be rejected, or fewer; without attention every row for itself."""
+        each = st.integers(0, self.pending)
+        rejected = [self.pending - data.draw(each)] * len(self.tokens)
+        if as_tensor and rejected:
+            if not self.attention:
+                rejected = [self.pending - data.draw(each) for _ in self.tokens]
             self.cache.crop(-torch.tensor(rejected))
+        else:
+            self.cache.crop(-rejected[0] if rejected else 0)
         for row, count in zip(self.tokens, rejected, strict=True):
             del row[len(row) - count :]
         self.pending = 0
+        self.append_single(then)
+
+    @rule(data=st.data(), draft=st.integers(1, 9), block=st.booleans(), then=THEN)
+    def speculate(self, data: st.DataObject, draft: int, block: bool, then: int) -> None:
+        """A round: a draft, as one block or one at a time, and the verdict."""
+        self.record(0)
+        if block:
+            self.append(draft)
+        else:
+            self.append_single(draft)
+        self.crop(data, True, then)
 
     @rule(beyond=st.integers(1, 5), per_row=st.booleans())
     def crop_too_far(self, beyond: int, per_row: bool) -> None:
@@ -132,68 +164,66 @@ class CacheMachine(RuleBasedStateMachine):
             self.cache.crop(amount)
         assert before.changes(self.cache) == []
 
-    @rule()
-    def flush(self) -> None:
+    @rule(then=THEN)
+    def flush(self, then: int) -> None:
         self.cache.flush()
-        if self.tokens:
-            assert self.cache.cursor.committed is not None
-            assert not self.cache.cursor.committed.any()
+        assert self.cache.cursor.committed is not None
+        assert not self.cache.cursor.committed.any()
+        self.append_single(then)
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
-    def choose(self, rows: list[int]) -> None:
-        self.tokens = [list(self.tokens[row]) for row in rows]
-
-    @precondition(lambda self: self.tokens)
-    @rule(data=st.data())
-    def reorder(self, data: st.DataObject) -> None:
-        rows = len(self.tokens)
-        order = data.draw(st.lists(st.integers(0, rows - 1), min_size=rows, max_size=rows))
-        self.cache.reorder_cache(torch.tensor(order))
-        self.choose(order)
-
-    @precondition(lambda self: self.tokens)
-    @rule(data=st.data(), as_mask=st.booleans())
-    def select(self, data: st.DataObject, as_mask: bool) -> None:
-        chosen = data.draw(st.lists(st.integers(0, len(self.tokens) - 1), min_size=1, max_size=MOST_ROWS))
-        if as_mask:
-            chosen = sorted(set(chosen))
-            self.cache.batch_select_indices(torch.tensor([row in chosen for row in range(len(self.tokens))]))
-        else:
-            self.cache.batch_select_indices(torch.tensor(chosen))
-        self.choose(chosen)
-
-    @precondition(lambda self: self.tokens)
-    @rule(repeats=st.integers(1, MOST_ROWS))
-    def repeat(self, repeats: int) -> None:
-        if len(self.tokens) * repeats <= MOST_ROWS:
+    @precondition(lambda self: any(self.tokens))
+    @rule(data=st.data(), how=st.sampled_from(["reorder", "select", "mask", "repeat"]), then=THEN)
+    def choose_rows(self, data: st.DataObject, how: str, then: int) -> None:
+        count = len(self.tokens)
+        indices = st.integers(0, count - 1)
+        if how == "reorder":
+            chosen = data.draw(st.lists(indices, min_size=count, max_size=count))
+            self.cache.reorder_cache(torch.tensor(chosen))
+        elif how == "repeat":
+            repeats = data.draw(st.integers(1, MOST_ROWS // count))
+            chosen = [row for row in range(count) for _ in range(repeats)]
             self.cache.batch_repeat_interleave(repeats)
-            self.choose([row for row in range(len(self.tokens)) for _ in range(repeats)])
+        elif how == "select":
+            chosen = data.draw(st.lists(indices, min_size=1, max_size=MOST_ROWS))
+            self.cache.batch_select_indices(torch.tensor(chosen))
+        else:
+            chosen = sorted(data.draw(st.sets(indices, min_size=1)))
+            self.cache.batch_select_indices(torch.tensor([row in chosen for row in range(count)]))
+        self.tokens = [list(self.tokens[row]) for row in chosen]
+        self.append_single(then)
 
     # -- copies -------------------------------------------------------------------------------------------------------
 
-    @rule()
-    def fork(self) -> None:
+    @rule(then=THEN)
+    def fork(self, then: int) -> None:
         """Go on with the fork; the original stays aside."""
         known = (copy.deepcopy(self.tokens), self.pending, self.recording)
         self.aside.append((self.cache, Snapshot(self.cache), known))
         self.cache = self.cache.fork()
+        self.append_single(then)
 
     @precondition(lambda self: self.aside)
-    @rule()
-    def back_to_the_original(self) -> None:
+    @rule(then=THEN)
+    def back_to_the_original(self, then: int) -> None:
         self.cache, _, (self.tokens, self.pending, self.recording) = self.aside.pop()
+        self.append_single(then)
 
-    @rule(how=st.sampled_from([copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))]))
-    def replace_by_a_copy(self, how: Any) -> None:
+    @rule(pickled=st.booleans(), then=THEN)
+    def replace_by_a_copy(self, pickled: bool, then: int) -> None:
         before = Snapshot(self.cache)
-        self.cache = how(self.cache)
+        self.cache = pickle.loads(pickle.dumps(self.cache)) if pickled else copy.deepcopy(self.cache)
         assert before.changes(self.cache) == []
+        self.append_single(then)
 
-    @rule()
-    def reset(self) -> None:
+    @rule(rows=st.integers(1, MOST_ROWS), count=st.integers(1, 8), record=st.booleans())
+    def reset(self, rows: int, count: int, record: bool) -> None:
+        """And start anew, with other rows."""
         self.cache.reset()
         self.tokens, self.pending, self.recording = [], 0, False
+        self.lengths_are_counted()
+        self.start(rows, count, record)
 
     # -- what holds after each of them --------------------------------------------------------------------------------
 
@@ -222,7 +252,7 @@ class CacheMachine(RuleBasedStateMachine):
 def test_any_sequence_of_operations(setup: Setup) -> None:
     settings = hypothesis.settings(
         max_examples=EXAMPLES // len(SETUPS),
-        stateful_step_count=12,
+        stateful_step_count=16,
         deadline=None,
         derandomize=True,
         suppress_health_check=list(hypothesis.HealthCheck),

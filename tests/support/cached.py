@@ -12,21 +12,25 @@ import replay_transformers as rt
 from replay_transformers.layers import ReplayLayer
 from tests.support import models
 
-# In float32, logits of these models (up to 5) come out up to 7e-6 away from a float64 forward, with a cache or without
-# one: a factor of seven is left. Forgetting the state moves them by more than 0.1; `model_for` checks that.
-LOGITS = 5e-5
+# Over 1,350 random prompts, logits of these models (up to 4) in float32 came out at most 4e-5 away from a float64
+# forward, and as much from each other with a cache and without: a factor of five is left. Forgetting the state moves
+# them by more than 0.1; `model_for` checks that.
+LOGITS = 2e-4
 # Of a state's largest entry: at most 40 products are summed, each within 6e-8.
 STATES = 2e-5
+
+# Qwen's norms would amplify the rounding of near-zero outputs (of first tokens above all) a hundredfold more with 1e-6.
+EPSILON = {"rms_norm_eps": 1e-3}
 
 MODELS = {
     "nemotron_h": lambda: models.build_nemotron_h(),
     "nemotron_h-M*": lambda: models.build_nemotron_h("M*"),
     "nemotron_h-M*M": lambda: models.build_nemotron_h("M*M"),
     "nemotron_h-M": lambda: models.build_nemotron_h("M"),
-    "qwen3_5": lambda: models.build_qwen3_5(),
-    "qwen3_5-attention-first": lambda: models.build_qwen3_5(["full_attention", "linear_attention"]),
-    "qwen3_5-attention-last": lambda: models.build_qwen3_5(["linear_attention", "full_attention"]),
-    "qwen3_5-no-attention": lambda: models.build_qwen3_5(["linear_attention"]),
+    "qwen3_5": lambda: models.build_qwen3_5(**EPSILON),
+    "qwen3_5-attention-first": lambda: models.build_qwen3_5(["full_attention", "linear_attention"], **EPSILON),
+    "qwen3_5-attention-last": lambda: models.build_qwen3_5(["linear_attention", "full_attention"], **EPSILON),
+    "qwen3_5-no-attention": lambda: models.build_qwen3_5(["linear_attention"], **EPSILON),
 }
 
 
