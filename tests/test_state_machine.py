@@ -105,8 +105,6 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize(rows=st.integers(1, MOST_ROWS), count=st.integers(1, 8), record=st.booleans())
     def start(self, rows: int, count: int, record: bool) -> None:
         """A prompt, with or without recording from the first token on."""
-        if self.setup.fixed and self.cache.batch_size > 0:
-            rows = self.cache.batch_size
         self.tokens = [[] for _ in range(rows)]
         if record:
             self.record(0)
