@@ -39,15 +39,20 @@ def guard(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         cache = replay_cache_of(args, kwargs)
-        if cache is not None:
-            refuse_training(self, kwargs)
-            if not torch.compiler.is_compiling():
-                cache.check_model(self.config)
-                inputs = next(
-                    (kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None
-                )
-                if inputs is not None:
-                    cache.check_rows(inputs.shape[0])
-        return original(self, *args, **kwargs)
+        if cache is None:
+            return original(self, *args, **kwargs)
+        refuse_training(self, kwargs)
+        if torch.compiler.is_compiling():
+            return original(self, *args, **kwargs)
+        cache.check_model(self.config)
+        inputs = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+        if inputs is not None:
+            cache.check_forward(*inputs.shape[:2])
+        before = cache.cursor.forwards
+        try:
+            return original(self, *args, **kwargs)
+        except BaseException:
+            cache.note_broken_forward(before)
+            raise
 
     return forward

@@ -116,6 +116,10 @@ class FixedAttentionLayer(_InOrder, StaticLayer):
             self.lazy_initialization(key_states, value_states)
         return super().update(key_states.detach(), value_states.detach(), *args, **kwargs)
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last ``-tokens_to_remove`` tokens (a negative int); transformers has it since 5.21."""
+        self.cumulative_length.sub_(abs(tokens_to_remove))
+
     def select(self, rows: torch.Tensor, in_place: bool) -> None:
         """Keep the given rows (int64 ``[n]``), in place if the addresses have to stay."""
         if self.keys is not None and self.values is not None:

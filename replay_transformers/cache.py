@@ -1,6 +1,7 @@
 """`ReplayCache`: a transformers cache whose state-space layers keep recent inputs instead of rewriting their state."""
 
 import copy
+import weakref
 from itertools import zip_longest
 from typing import Any
 
@@ -10,7 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from replay_transformers.attention import EmptyLayer, FixedAttentionLayer, GrowingAttentionLayer
 from replay_transformers.config import ReplayConfig
 from replay_transformers.cursor import Cursor
-from replay_transformers.geometry import attention_shape, layer_geometries
+from replay_transformers.geometry import attention_shape, layer_geometries, text_config
 from replay_transformers.layers import LAYER_CLASSES, ReplayLayer
 
 __all__ = ["ReplayCache"]
@@ -63,7 +64,8 @@ class ReplayCache(Cache):
         self.geometries = layer_geometries(config)
         self._key_value_heads, self._head_dim = attention_shape(config)
         self.cursor = Cursor(replay_config)
-        self._checked: tuple[int, int] | None = None  # configuration that was last found to fit
+        # the configuration that was last found to fit, and its number of layers
+        self._fits: tuple[weakref.ref[Any] | None, int] = (None, 0)
         super().__init__(layers=self._build_layers())
 
     def _build_layers(self) -> list[Any]:
@@ -86,8 +88,8 @@ class ReplayCache(Cache):
 
     def check_model(self, config: Any) -> None:
         """Raise ValueError unless the cache fits a model with this configuration. Changes nothing."""
-        key = (id(config), config.num_hidden_layers)
-        if key == self._checked:
+        fits, layers = self._fits
+        if fits is not None and fits() is config and layers == text_config(config).num_hidden_layers:
             return
         geometries = layer_geometries(config)
         if geometries != self.geometries:
@@ -97,13 +99,54 @@ class ReplayCache(Cache):
                 f"this replay cache belongs to another model: its layer {index} is {mine}, the model's is {its}; build "
                 "one with ReplayCache(model.config)"
             )
-        self._checked = key
+        self._fits = (weakref.ref(config), len(geometries))
 
-    def check_rows(self, rows: int) -> None:
-        """Raise ValueError unless a forward of so many rows may begin. Changes nothing."""
+    def check_forward(self, rows: int, tokens: int) -> None:
+        """Raise ValueError unless a forward of ``tokens`` tokens in ``rows`` rows may begin. Changes nothing.
+
+        Whether fixed shapes have room is not asked for single tokens on a GPU, where it would stall every step.
+        """
         self._require_between_forwards("begin a forward")
         if not self.cursor.fresh and rows != self.batch_size:
             raise ValueError(self.cursor.mismatch(f"{rows} rows"))
+        if self.max_cache_len is None:
+            return
+        seen = self.cursor.lengths() if not self.cursor.fresh else None
+        if seen is not None and seen.is_cuda and tokens == 1:
+            return
+        length = 0 if seen is None else int(seen.max())
+        if length + tokens > self.max_cache_len:
+            raise ValueError(
+                f"{length} tokens in the cache and {tokens} new ones exceed max_cache_len={self.max_cache_len}: build "
+                "a larger ReplayCache, or without max_cache_len"
+            )
+
+    def note_broken_forward(self, forwards_before: int) -> None:
+        """Take note that a forward raised, unless no layer had taken anything in yet.
+
+        Args:
+            forwards_before: ``cursor.forwards`` as the forward began.
+        """
+        cursor = self.cursor
+        seen = 0 if cursor.base is None or cursor.fresh else int(cursor.lengths().max())
+        lengths = {int(layer.get_seq_length()) for layer in self.attention_layers}
+        cursor.broken |= cursor.plan is not None or cursor.forwards != forwards_before or not lengths <= {seen}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_fits": (None, 0)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if torch.is_inference_mode_enabled():  # what was just loaded could not be updated outside of it
+            with torch.inference_mode(False), torch.no_grad():
+                state = copy.deepcopy(state)
+        self.__dict__.update(state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ReplayCache":
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        with torch.inference_mode(False), torch.no_grad():
+            new.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        return new
 
     def __repr__(self) -> str:
         kind = "growing" if self.max_cache_len is None else f"max_cache_len={self.max_cache_len}"
@@ -238,7 +281,7 @@ class ReplayCache(Cache):
         return sizes
 
     def _require_between_forwards(self, what: str) -> None:
-        if self.cursor.plan is not None:
+        if self.cursor.plan is not None or self.cursor.broken:
             raise ValueError(
                 f"cannot {what}: a forward through this cache broke off half-way; call reset() or build a new cache"
             )

@@ -64,6 +64,8 @@ class Cursor:
         self.plan: StepPlan | None = None
         self.fresh = True  # no forward has begun since construction or the last reset
         self.first = True  # the latest forward is the first since then
+        self.forwards = 0  # how many have gone through every state-space layer
+        self.broken = False  # one broke off and left the layers of the cache apart
 
     @property
     def batch_size(self) -> int:
@@ -150,6 +152,8 @@ class Cursor:
         assert self.plan is not None
         base, committed, pending = self.tensors()
         plan, self.plan = self.plan, None
+        if not torch.compiler.is_compiling():
+            self.forwards += 1
         with torch.no_grad():
             if plan.scanned:
                 base.add_(committed).add_(pending).add_(plan.scanned)
@@ -184,6 +188,7 @@ class Cursor:
         self.recording = False
         self.plan = None
         self.fresh = self.first = True
+        self.broken = False
         if self.base is not None:
             with torch.no_grad():
                 for tensor in self.tensors():

@@ -208,7 +208,6 @@ def test_from_inference_mode_to_gradients(family: str, fixed: bool) -> None:
 
 @pytest.mark.parametrize("how", COPIES)
 @pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
-@pytest.mark.xfail(raises=RuntimeError, reason="they are made of inference tensors")
 def test_copies_made_in_inference_mode(how: str, fixed: bool) -> None:
     """Are ordinary caches outside it."""
     model = model_for("nemotron_h")
