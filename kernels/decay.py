@@ -7,12 +7,17 @@ few tokens, and differences of long prefix sums cancel.
 
 import torch
 
-__all__ = ["at_least_float32", "segment_sums", "suffix_sums"]
+__all__ = ["at_least_float32", "readable", "segment_sums", "suffix_sums"]
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which a reference computes: float64 stays, everything narrower becomes float32."""
     return torch.promote_types(torch.float32, dtype)
+
+
+def readable(state: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``state`` in the compute dtype; a copy where autograd may come back for it after it was overwritten in place."""
+    return state.to(dtype, copy=torch.is_grad_enabled())
 
 
 def suffix_sums(logs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

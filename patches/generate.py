@@ -1,6 +1,7 @@
 """`generate(cache_implementation="replay" | "replay_static")`: builds, pools and checks the caches of a call."""
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from replay_transformers.cache import ReplayCache
 from replay_transformers.config import ReplayConfig
 from replay_transformers.geometry import FAMILIES, layer_geometries, text_config
 from replay_transformers.patches.pool import CachePool
-from replay_transformers.patches.versions import CACHE_ARGUMENTS, cache_argument
+from replay_transformers.patches.versions import cache_argument
 
 __all__ = ["CACHE_NAMES", "STATIC_NAME", "GenerateSettings", "wrap_generate", "wrap_prepare_cache"]
 
@@ -52,17 +53,15 @@ def wrap_generate(original: Callable[..., Any], settings: GenerateSettings) -> C
         finally:
             stack.pop()
         # reached only without an exception: what a broken-off call used is left to the garbage collector
-        returned = [value for name, value in _items(result) if name in CACHE_ARGUMENTS]
-        for model, key, cache in borrowed:
-            if not any(value is cache for value in returned):
+        while borrowed:
+            model, key, cache = borrowed.pop()
+            # any reference beyond the variable and this argument is somebody who may still use the cache: the result,
+            # a generator that has yet to run, a hook that kept a forward's output
+            if sys.getrefcount(cache) <= 2:
                 settings.pool.give_back(model, key, cache)
         return result
 
     return generate
-
-
-def _items(result: Any) -> list[tuple[str, Any]]:
-    return list(result.items()) if isinstance(result, dict) else []
 
 
 def wrap_prepare_cache(original: Callable[..., Any], settings: GenerateSettings) -> Callable[..., Any]:

@@ -63,8 +63,10 @@ class _Patches:
             bound, own = module.__dict__.get("_old_forward"), module.__dict__.get("forward")
             if getattr(bound, "__func__", None) is patched:
                 module._old_forward = types.MethodType(original, module)
-            if getattr(own, "_replay_diverted", False):
-                module.__dict__["forward"] = own.__wrapped__
+            function = getattr(own, "_replay_diverted", None)
+            if function is not None:
+                is_function = isinstance(function, types.FunctionType)
+                module.__dict__["forward"] = types.MethodType(function, module) if is_function else function
         for owner, name, original in reversed(self.replaced):
             if original is _ABSENT:
                 delattr(owner, name)
@@ -195,7 +197,7 @@ def _rebind_instances(patches: _Patches, model: Any) -> None:
             if bound is not None:
                 if getattr(bound, "__func__", None) is original:
                     module._old_forward = types.MethodType(patched, module)
-            elif own is not None and not getattr(own, "_replay_diverted", False):
+            elif own is not None and not hasattr(own, "_replay_diverted"):
                 module.__dict__["forward"] = _divert_instance(patched, own, module)
             else:
                 continue
@@ -203,16 +205,17 @@ def _rebind_instances(patches: _Patches, model: Any) -> None:
 
 
 def _divert_instance(patched: Any, own: Any, module: Any) -> Any:
-    """An instance's own forward, except on a replay cache."""
+    """An instance's own forward, except on a replay cache; a bound method, so that copies of the module get theirs."""
     from replay_transformers.patches.guard import replay_cache_of
 
-    reference = weakref.ref(module)
+    function = own.__func__ if getattr(own, "__self__", None) is module else None
 
     @functools.wraps(own)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if replay_cache_of(args, kwargs) is not None:
-            return patched(reference(), *args, **kwargs)
-        return own(*args, **kwargs)
+            return patched(self, *args, **kwargs)
+        return own(*args, **kwargs) if function is None else function(self, *args, **kwargs)
 
-    forward._replay_diverted = True  # type: ignore[attr-defined]
-    return forward
+    del forward.__wrapped__  # it would hold the module, in every copy
+    forward._replay_diverted = own if function is None else function  # type: ignore[attr-defined]
+    return types.MethodType(forward, module)

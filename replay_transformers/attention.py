@@ -46,22 +46,22 @@ class _InOrder:
     """
 
     keys: torch.Tensor | None
+    values: torch.Tensor | None
 
     def __init__(self, *args: Any, cursor: Cursor, before: int, total: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.cursor, self.before, self.total = cursor, before, total
 
-    def _is_replaceable(self, states: torch.Tensor) -> bool:
-        """Whether buffers of another shape or dtype may be dropped for ``states`` ``[B, heads, T, head_dim]``."""
+    def _is_replaceable(self, *states: torch.Tensor) -> bool:
+        """Whether buffers of another shape or dtype may be dropped for new keys and values."""
         starting = self.cursor.is_starting(self.before, self.total)
-        if self.keys is None or self.keys.ndim != states.ndim:
-            return False
-        if (self.keys.shape[0], self.keys.dtype) == (states.shape[0], states.dtype):
-            return False
-        if not starting:
-            got = f"{states.shape[0]} rows of {states.dtype} on {states.device}"
-            raise ValueError(self.cursor.mismatch(got, self.keys))
-        return True
+        for held, new in zip((self.keys, self.values), states, strict=True):
+            if held is None or held.ndim != new.ndim or (held.shape[0], held.dtype) == (new.shape[0], new.dtype):
+                continue
+            if not starting:
+                raise ValueError(self.cursor.mismatch(f"{new.shape[0]} rows of {new.dtype} on {new.device}", held))
+            return True
+        return False
 
 
 class GrowingAttentionLayer(_InOrder, DynamicLayer):
@@ -75,7 +75,7 @@ class GrowingAttentionLayer(_InOrder, DynamicLayer):
         Raises:
             ValueError: another number of rows or another dtype than the cache holds. Nothing is changed then.
         """
-        if self._is_replaceable(key_states):
+        if self._is_replaceable(key_states, value_states):
             self.reset()
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         self.keys, self.values = keys.detach(), values.detach()
@@ -112,7 +112,7 @@ class FixedAttentionLayer(_InOrder, StaticLayer):
         Raises:
             ValueError: another number of rows or another dtype than the cache holds. Nothing is changed then.
         """
-        if self._is_replaceable(key_states):
+        if self._is_replaceable(key_states, value_states):
             self.lazy_initialization(key_states, value_states)
         return super().update(key_states.detach(), value_states.detach(), *args, **kwargs)
 

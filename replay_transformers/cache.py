@@ -3,6 +3,7 @@
 import copy
 import weakref
 from itertools import zip_longest
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -107,6 +108,8 @@ class ReplayCache(Cache):
         Whether fixed shapes have room is not asked for single tokens on a GPU, where it would stall every step.
         """
         self._require_between_forwards("begin a forward")
+        if rows < 1 or tokens < 1:
+            raise ValueError(f"a forward needs at least one row and one new token, got {rows} rows of {tokens} tokens")
         if not self.cursor.fresh and rows != self.batch_size:
             raise ValueError(self.cursor.mismatch(f"{rows} rows"))
         if self.max_cache_len is None:
@@ -338,12 +341,12 @@ class ReplayCache(Cache):
                 )
             if tokens_to_remove.ndim == 1 and tokens_to_remove.shape[0] != self.batch_size:
                 raise ValueError(
-                    f"crop got {tokens_to_remove.shape[0]} values for the {self.batch_size} rows of the cache"
+                    f"crop got {tokens_to_remove.shape[0]} values for the {max(self.batch_size, 0)} rows of the cache"
                 )
             values = tokens_to_remove.tolist()
             values = values if isinstance(values, list) else [values]
-        elif isinstance(tokens_to_remove, int) and not isinstance(tokens_to_remove, bool):
-            values = [tokens_to_remove]
+        elif isinstance(tokens_to_remove, Integral) and not isinstance(tokens_to_remove, bool):
+            values = [int(tokens_to_remove)]
         else:
             raise ValueError(f"crop takes an int or an int64 tensor [B], got {type(tokens_to_remove).__name__}")
         if max(values) > 0:
@@ -368,6 +371,8 @@ class ReplayCache(Cache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row ``repeats`` times, next to each other."""
         self._require_between_forwards("repeat rows")
+        if repeats < 1:
+            raise ValueError(f"rows can be repeated 1 or more times, got {repeats}")
         rows = torch.arange(max(self.batch_size, 0)).repeat_interleave(repeats)
         self._select_rows(rows, in_place=False)
 
@@ -376,6 +381,8 @@ class ReplayCache(Cache):
         self._require_between_forwards("select rows")
         if indices.dtype == torch.bool:
             indices = indices.nonzero().squeeze(1)
+        if not len(indices):
+            raise ValueError("cannot select no rows at all; use reset() to empty the cache")
         self._select_rows(indices, in_place=False)
 
     def _select_rows(self, rows: torch.Tensor, in_place: bool) -> None:

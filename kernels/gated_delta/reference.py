@@ -22,7 +22,7 @@ or float64 for float64 inputs.
 
 import torch
 
-from replay_transformers.kernels.decay import at_least_float32, segment_sums, suffix_sums
+from replay_transformers.kernels.decay import at_least_float32, readable, segment_sums, suffix_sums
 from replay_transformers.kernels.ring import gather_records, record_slots, rows_due, write_records
 from replay_transformers.kernels.saturate import store_rows
 
@@ -118,7 +118,7 @@ def folded_state(
     k, v, logs, beta = (
         gather_records(ring, slots, live, dim=2).to(compute) for ring in (ring_k, ring_v, ring_g, ring_beta)
     )
-    keys, start = l2_normalise(k), state.to(compute)
+    keys, start = l2_normalise(k), readable(state, compute)
     return _next_state(start, _block_deltas(start, keys, v, logs, beta), keys, logs)
 
 
@@ -202,7 +202,7 @@ def replay_step(
     after, total = suffix_sums(past_logs)
     since = logs.cumsum(-1)
     since = torch.cat([since, since], dim=-1)
-    answers = _read_state(state.to(compute), vectors) * (total[..., None] + since).exp()[..., None]
+    answers = _read_state(readable(state, compute), vectors) * (total[..., None] + since).exp()[..., None]
     past_weights = (since[..., :, None] + after[..., None, :]).exp()
     answers = answers + _scale_scores(past_weights, vectors @ past_keys.transpose(-1, -2)) @ past_d
 
@@ -241,7 +241,7 @@ def scan(
     queries, keys, values, logs, gain = _heads_first(q, k, v, g, beta, dtype=compute)
     keys = l2_normalise(keys)
     queries = l2_normalise(queries) * queries.shape[-1] ** -0.5
-    state = state.to(compute)
+    state = readable(state, compute)
     outputs = []
     for start in range(0, q.shape[1], chunk_size):
         part = slice(start, start + chunk_size)

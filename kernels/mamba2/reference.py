@@ -14,7 +14,7 @@ and ``C``, ``N`` state dimension, ``R`` ring slots. Everything is computed in fl
 
 import torch
 
-from replay_transformers.kernels.decay import at_least_float32, segment_sums, suffix_sums
+from replay_transformers.kernels.decay import at_least_float32, readable, segment_sums, suffix_sums
 from replay_transformers.kernels.ring import gather_records, record_slots, rows_due, write_records
 from replay_transformers.kernels.saturate import store_rows
 
@@ -46,7 +46,7 @@ def _next_state(
     after, total = suffix_sums(dt * A[:, None])
     weighted = x * (after.exp() * dt)[..., None]
     update = _by_group(weighted, B.shape[1]).transpose(-1, -2) @ B[:, :, None]
-    return state.to(x.dtype) * total.exp()[..., None, None] + update.flatten(1, 2)
+    return readable(state, x.dtype) * total.exp()[..., None, None] + update.flatten(1, 2)
 
 
 def _block(
@@ -61,7 +61,7 @@ def _block(
     """Output of one block of tokens on top of ``state``; ``before`` (``[B, H]``) is the log-decay since ``state``."""
     logs = dt * A[:, None]
     decay = logs.cumsum(-1) if before is None else logs.cumsum(-1) + before[..., None]
-    carried = _read_state(state.to(x.dtype), C) * decay.exp()[..., None]
+    carried = _read_state(readable(state, x.dtype), C) * decay.exp()[..., None]
     weights = segment_sums(logs).exp() * dt[..., None, :]
     return carried + _weighted_sum(weights, C @ B.transpose(-1, -2), x)
 
@@ -224,7 +224,7 @@ def scan(
     compute = at_least_float32(x.dtype)
     x_t, B_t, C_t, dt_t = _heads_first(x, B, C, dt, dtype=compute)
     rate = A.to(compute)
-    state = state.to(compute)
+    state = readable(state, compute)
     outputs = []
     for start in range(0, x.shape[1], chunk_size):
         part = slice(start, start + chunk_size)
