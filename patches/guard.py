@@ -45,7 +45,8 @@ def guard(original: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_compiling():
             return original(self, *args, **kwargs)
         cache.check_model(self.config)
-        inputs = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+        named = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+        inputs = next((value for value in (*args, *named) if isinstance(value, torch.Tensor)), None)
         if inputs is not None:
             cache.check_forward(*inputs.shape[:2])
         before = cache.cursor.forwards

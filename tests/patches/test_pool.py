@@ -63,8 +63,9 @@ def test_a_returned_cache_leaves_the_pool() -> None:
 
 
 def test_calls_inside_a_call_do_not_share() -> None:
-    """A stopping criterion that calls `generate` of the same model and shape in mid-call."""
+    """A stopping criterion that calls `generate` of the same model and shape in mid-call, with an idle cache there."""
     model, inputs = build_nemotron_h(), prompt(1, 6)
+    model.generate(**inputs, **_arguments())
     truth = greedy_without_cache(model, inputs["input_ids"], inputs["attention_mask"], 10)
 
     class Nested(transformers.StoppingCriteria):
@@ -201,3 +202,75 @@ def test_memory_does_not_grow_over_calls() -> None:
         gc.collect()
         counts.append(sum(isinstance(thing, rt.ReplayCache) for thing in gc.get_objects()))
     assert counts[-1] == counts[2]
+
+
+def _stream(model: Any, input_ids: torch.Tensor, generation_config: Any = None, **kwargs: Any) -> Any:
+    """A `custom_generate` that is a generator: `generate` returns before its first forward."""
+    cache = kwargs[CACHE_ARGUMENT]
+    for _ in range(10):
+        with torch.no_grad():
+            logits = model(input_ids=input_ids, use_cache=True, **{CACHE_ARGUMENT: cache}).logits
+        input_ids = logits[:, -1:].argmax(-1)
+        yield int(input_ids)
+
+
+def test_a_cache_that_is_still_in_use_is_not_handed_out() -> None:
+    """By a generator that has yet to run, in a result of another form, or by a hook that kept an output."""
+    model, inputs = build_qwen3_5(), prompt(1, 6)
+    truth = greedy_without_cache(model, inputs["input_ids"], inputs["attention_mask"], 10)[0, 6:].tolist()
+    stream = model.generate(**inputs, **_arguments(), custom_generate=_stream)
+    first = next(stream)
+    model.generate(**prompt(1, 6, seed=4), **_arguments())
+    assert [first, *stream] == truth
+
+    def keep(model: Any, input_ids: torch.Tensor, generation_config: Any = None, **kwargs: Any) -> Any:
+        return input_ids, kwargs[CACHE_ARGUMENT]
+
+    caches = [model.generate(**inputs, **_arguments(), custom_generate=keep)[1] for _ in range(2)]
+    assert caches[0] is not caches[1]
+
+    kept: list[Any] = []
+    hook = model.register_forward_hook(lambda module, args, output: kept.append(output[CACHE_ARGUMENT]))
+    model.generate(**inputs, **_arguments())
+    hook.remove()
+    state = kept[-1].state(0).clone()
+    model.generate(**prompt(1, 6, seed=4), **_arguments())
+    assert torch.equal(kept[-1].state(0), state)
+
+
+def test_settings_belong_to_the_call() -> None:
+    """An idle cache of other settings, or of the model's former dtype, is not taken."""
+    model, inputs = build_nemotron_h(), prompt(1, 6)
+    for window in (4, 8, 4):
+        model.generate(**inputs, **_arguments(cache_config={"window": window}))
+        output = model.generate(**inputs, **_arguments(cache_config={"window": window}, return_dict_in_generate=True))
+        assert returned_cache(output).replay_config == rt.ReplayConfig(window=window)
+    model.generate(**inputs, **_arguments())
+    output = model.bfloat16().generate(**inputs, **_arguments(return_dict_in_generate=True))
+    assert returned_cache(output).replay_layers[0].rings["x"].dtype == torch.bfloat16
+
+
+def test_max_cache_len_sizes_the_fixed_cache() -> None:
+    model, inputs = build_qwen3_5(), prompt(1, 6)
+    output = model.generate(**inputs, **_arguments("replay_static", max_cache_len=64, return_dict_in_generate=True))
+    assert returned_cache(output).max_cache_len == 64
+    exact = rt.ReplayCache(model.config, max_cache_len=6 + 10 - 1)
+    truth = greedy_without_cache(model, inputs["input_ids"], inputs["attention_mask"], 10)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=10, do_sample=False, **{CACHE_ARGUMENT: exact}), truth)
+
+
+def test_an_idle_growing_cache_holds_no_keys() -> None:
+    model = build_qwen3_5()
+    seen = _record_caches(model)
+    model.generate(**prompt(1, 6), **_arguments())
+    assert all(layer.keys is None for layer in seen[0]().attention_layers)
+
+
+def test_an_error_inside_a_call_leaves_the_next_ones_alone() -> None:
+    model, inputs = build_qwen3_5(), prompt(1, 6)
+    seen = _record_caches(model)
+    model.generate(**inputs, **_arguments())
+    with pytest.raises(ValueError, match="unknown keys"):
+        model.generate(**inputs, **_arguments(cache_config={"windw": 1}))
+    model.generate(**inputs, **_arguments())
+    assert len(seen) == 1, "the third call takes the cache of the first"

@@ -129,3 +129,48 @@ def test_packed_sequences(family: str) -> None:
             **{CACHE_ARGUMENT: cache},
         )
     assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_backward_through_a_prompt_longer_than_the_ring(family: str) -> None:
+    """The checkpoint is overwritten in place after autograd saved what it read of it."""
+    model = FAMILIES[family]()
+    ids = prompt(1, 30)["input_ids"]
+    gradients = []
+    for cache in (None, rt.ReplayCache(model.config, rt.ReplayConfig(window=4))):
+        model.zero_grad()
+        arguments = {"use_cache": False} if cache is None else {CACHE_ARGUMENT: cache}
+        model(input_ids=ids, **arguments).logits.square().mean().backward()
+        gradients.append(
+            [p.grad.clone() for n, p in model.named_parameters() if "norm" not in n and p.grad is not None]
+        )
+    for one, two in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("how", ["inputs_embeds", "positional"])
+def test_the_guard_sees_every_way_to_pass_things(how: str) -> None:
+    model = build_qwen3_5(["full_attention", "linear_attention"])
+    decoder, ids = model.model, prompt(2, 3)["input_ids"]
+    cache = rt.ReplayCache(model.config)
+    cached_forward(model, cache, prompt(1, 5)["input_ids"])
+    if how == "inputs_embeds":
+        args, kwargs = (), {"inputs_embeds": decoder.embed_tokens(ids), CACHE_ARGUMENT: cache}
+    else:
+        args, kwargs = (ids, None, None, cache), {}
+    with pytest.raises(ValueError, match="holds 1 rows"), torch.no_grad():
+        decoder(*args, **kwargs)
+    assert cache.layers[0].get_seq_length() == 5
+
+
+def test_forwards_without_tokens_and_changes_to_no_rows() -> None:
+    model = build_qwen3_5()
+    cache = rt.ReplayCache(model.config)
+    cached_forward(model, cache, prompt(1, 5)["input_ids"])
+    with pytest.raises(ValueError, match="at least one row and one new token"):
+        cached_forward(model, cache, torch.zeros(1, 0, dtype=torch.long))
+    with pytest.raises(ValueError, match="select no rows"):
+        cache.batch_select_indices(torch.tensor([], dtype=torch.long))
+    with pytest.raises(ValueError, match="1 or more times, got 0"):
+        cache.batch_repeat_interleave(0)
+    assert (cache.batch_size, cache.get_seq_length()) == (1, 5)

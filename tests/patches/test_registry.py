@@ -1,5 +1,7 @@
 """Switching the patches on and off, and what is patched."""
 
+import copy
+import importlib
 import types
 from pathlib import Path
 from typing import Any
@@ -148,6 +150,55 @@ def test_a_forward_set_on_the_instance_is_used_for_other_caches_only() -> None:
         assert torch.equal(model.generate(**inputs, max_new_tokens=12, do_sample=False), truth)
         assert calls
     assert mixer.__dict__["forward"] == bound
+
+
+def test_copies_of_a_model_with_forwards_of_its_own() -> None:
+    """A deep copy made after a replay call runs on its own weights."""
+    model, inputs = FAMILIES["qwen3_5"](), prompt(1, 6)
+    mixer = model.model.layers[0].linear_attn
+    mixer.forward = types.MethodType(lambda self, *args, **kwargs: type(self).forward(self, *args, **kwargs), mixer)
+    with rt.enable():
+        model.generate(**inputs, **REPLAY)
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in twin.model.layers[0].parameters():
+                parameter.mul_(1.3)
+        truth = greedy_without_cache(twin, inputs["input_ids"], inputs["attention_mask"], 12)
+        assert torch.equal(twin.generate(**inputs, **REPLAY), truth)
+    assert torch.equal(twin.generate(**inputs, max_new_tokens=12, do_sample=False), truth)
+    fresh = FAMILIES["qwen3_5"]()
+    fresh.load_state_dict(twin.state_dict())
+    assert torch.equal(fresh.generate(**inputs, max_new_tokens=12, do_sample=False), truth)
+
+
+def test_the_users_cache_on_a_model_that_was_hooked_first() -> None:
+    model, inputs = FAMILIES["nemotron_h"](), prompt(1, 6)
+    truth = greedy_without_cache(model, inputs["input_ids"], inputs["attention_mask"], 12)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    cache = rt.ReplayCache(model.config)
+    with rt.enable():
+        output = model.generate(**inputs, max_new_tokens=12, do_sample=False, **{CACHE_ARGUMENT: cache})
+    assert torch.equal(output, truth)
+
+
+def test_nothing_outside_the_list_is_replaced() -> None:
+    """An independent look: every attribute of the modules and classes around, not only what `enable` says it did."""
+    owners = [
+        configuration_utils,
+        transformers.generation.utils,
+        transformers.cache_utils,
+        transformers.GenerationMixin,
+    ]
+    for module_name, class_name in (*registry.MIXERS, *registry.DECODERS):
+        module = importlib.import_module(f"transformers.models.{module_name}")
+        owners += [module, getattr(module, class_name)]
+    before = [dict(vars(owner)) for owner in owners]
+    with rt.enable(default=True):
+        changed = sum(vars(o).get(k) is not v for o, held in zip(owners, before, strict=True) for k, v in held.items())
+        assert changed == len(registry.patched_attributes())
+    for owner, held in zip(owners, before, strict=True):
+        assert vars(owner).keys() == held.keys()
+        assert all(vars(owner)[name] is value for name, value in held.items()), owner
 
 
 @pytest.mark.core
