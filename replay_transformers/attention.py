@@ -103,7 +103,8 @@ class FixedAttentionLayer(_InOrder, StaticLayer):
             return
         with torch.inference_mode(False), torch.no_grad():
             super().lazy_initialization(key_states, value_states)
-            if self.values.dtype != value_states.dtype:  # transformers before 5.21 takes the keys' dtype for both
+            # transformers before 5.21 takes the keys' dtype for both
+            if self.values is not None and self.values.dtype != value_states.dtype:
                 self.values = self.values.to(value_states.dtype)
                 torch._dynamo.mark_static_address(self.values)
 
