@@ -1,6 +1,7 @@
 """Which classes of transformers are patched with what, and the switch: `enable`, `disable`, `is_enabled`.
 
-A new model family is a file in this folder and a line in `MIXERS`. Nothing of transformers is touched at import.
+A new model family is a file in this folder, a line in `MIXERS` and one in `DECODERS`. Nothing of transformers is
+touched at import.
 """
 
 import functools

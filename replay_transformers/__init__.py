@@ -1,4 +1,4 @@
-"""Exact, fast decoding and speculation for hybrid state-space models in Hugging Face transformers."""
+"""A cache for hybrid state-space models in Hugging Face transformers that keeps inputs instead of rewriting states."""
 
 from importlib import metadata
 from pathlib import Path

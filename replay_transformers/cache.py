@@ -43,9 +43,9 @@ class ReplayCache(Cache):
 
         model = AutoModelForCausalLM.from_pretrained(rt.sample_model("nemotron_h"))
         cache = rt.ReplayCache(model.config, rt.ReplayConfig(window=8))
-        with rt.enable(), torch.no_grad():
-            model(torch.tensor([[5, 6, 7]]), past_key_values=cache)
-        assert cache.get_seq_length() == 3
+        with rt.enable():
+            model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, cache=cache)  # past_key_values= before 5.24
+        assert cache.get_seq_length() == 3 + 4 - 1  # the last token has not been fed yet
         ```
     """
 

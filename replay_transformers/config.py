@@ -77,7 +77,8 @@ class ReplayConfig:
         names = [field.name for field in fields(cls)]
         if not isinstance(settings, Mapping):
             raise ValueError(
-                f"cache_config must be a dict with keys out of {names}, got {type(settings).__name__}: {settings!r}"
+                f"cache_config must be a dict with keys out of {names}, got {type(settings).__name__}: {settings!r}; a "
+                "ReplayConfig has to_dict()"
             )
         unknown = [key for key in settings if key not in names]
         if unknown:

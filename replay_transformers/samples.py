@@ -3,7 +3,7 @@
 from pathlib import Path
 
 _FOLDER = Path(__file__).resolve().parent / "models"
-_NAMES = ("nemotron_h", "nemotron_h_draft", "qwen3_5", "qwen3_5_draft")
+SAMPLE_MODELS = ("nemotron_h", "nemotron_h_draft", "qwen3_5", "qwen3_5_draft")
 
 
 def sample_model(name: str) -> str:
@@ -12,6 +12,6 @@ def sample_model(name: str) -> str:
     ``qwen3_5`` and ``nemotron_h`` are the models, ``qwen3_5_draft`` and ``nemotron_h_draft`` smaller ones that share
     their tokenizers. Raises ValueError for any other name.
     """
-    if name not in _NAMES:
-        raise ValueError(f"expected a sample model out of {', '.join(_NAMES)}, got {name!r}")
+    if name not in SAMPLE_MODELS:
+        raise ValueError(f"expected a sample model out of {', '.join(SAMPLE_MODELS)}, got {name!r}")
     return str(_FOLDER / name)

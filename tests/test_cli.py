@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import string
 from pathlib import Path
 from typing import Any
@@ -266,3 +267,15 @@ def test_the_console_command_is_this_one() -> None:
     module, function = target.split(":")
     assert name == "replay-transformers"
     assert getattr(import_module(module), function) is commands.main
+
+
+def test_generate_takes_the_name_of_a_sample_model() -> None:
+    assert records("generate", "nemotron_h_draft", "--prompt", "def ", "--max-new-tokens", "4")
+
+
+def test_a_broken_weights_file_is_one_line(tmp_path: Path) -> None:
+    folder = tmp_path / "broken"
+    shutil.copytree(rt.sample_model("nemotron_h_draft"), folder)
+    (folder / "model.safetensors").write_bytes(b"not weights")
+    result = run("generate", folder, "--prompt", "def ", code=2)
+    assert "cannot load" in joined(result.stderr)

@@ -1,4 +1,4 @@
-"""The shortest way through the whole house, for every family: generate with a replay cache, compare, switch off."""
+"""The shortest way through all of it, for every family: generate with a replay cache, compare, switch off."""
 
 from __future__ import annotations
 

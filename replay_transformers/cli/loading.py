@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from replay_transformers.geometry import layer_geometries
 
-__all__ = ["DTYPES", "CommandError", "Loaded", "load"]
+__all__ = ["DTYPES", "CommandError", "Loaded", "load", "looks_local"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -55,20 +56,30 @@ def load(source: str | Path, dtype: str, device: str | None) -> Loaded:
         CommandError: it cannot be loaded, or is not supported.
     """
     place, folder = _device(device), Path(source)
-    if not folder.exists() and (folder.is_absolute() or str(source).startswith((".", "~"))):
+    if looks_local(source) and not folder.is_dir():
         raise CommandError(f"there is no folder {str(source)!r}")
     try:
         layer_geometries(AutoConfig.from_pretrained(source))
         tokenizer = AutoTokenizer.from_pretrained(source)
         model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype])
-    except (OSError, ValueError, KeyError, ImportError, NotImplementedError) as error:
+    except (OSError, ValueError, KeyError, ImportError, NotImplementedError, RuntimeError, SafetensorError) as error:
         raise CommandError(f"cannot load {str(source)!r}: {_first_line(error)}") from error
+    if len(tokenizer) == 0:
+        raise CommandError(f"there is no tokenizer in {str(source)!r}")
     return Loaded(folder.resolve().name if folder.is_dir() else str(source), model.to(place).eval(), tokenizer)
+
+
+def looks_local(source: str | Path) -> bool:
+    """Whether a source is meant as a path rather than as a name on the hub."""
+    folder = Path(source)
+    return folder.exists() or folder.is_absolute() or str(source).startswith((".", "~"))
 
 
 def _device(device: str | None) -> torch.device:
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "meta":
+        raise CommandError("cannot use device 'meta': it holds no values")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:

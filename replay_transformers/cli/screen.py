@@ -16,7 +16,7 @@ from transformers import TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
 from replay_transformers.cli.compare import Comparison, Settings, compare
-from replay_transformers.cli.loading import CommandError, Loaded
+from replay_transformers.cli.loading import CommandError, Loaded, looks_local
 from replay_transformers.cli.report import as_json, as_table, verdict
 
 __all__ = ["Screen"]
@@ -93,7 +93,8 @@ class Screen:
     def loading(self, source: str | Path) -> Iterator[None]:
         """A spinner while a folder is loaded; for a model of the hub its own bars, which know the sizes."""
         if not Path(source).is_dir():
-            self.err.print(f"Loading {source} from the Hugging Face hub", markup=False, highlight=False)
+            if not looks_local(source):
+                self.err.print(f"Loading {source} from the Hugging Face hub", markup=False, highlight=False)
             yield
             return
         with self.err.status(f"Loading {Path(source).resolve().name}"), _without_bars():

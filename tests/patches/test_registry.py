@@ -254,3 +254,8 @@ def test_an_unpatched_layer_fails_loudly() -> None:
     cache = rt.ReplayCache(model.config)
     with pytest.raises(ValueError, match=r"call replay_transformers\.enable"), torch.no_grad():
         model(**prompt(1, 5), **{CACHE_ARGUMENT: cache})
+
+
+def test_every_mixer_comes_with_its_decoder() -> None:
+    """Without the decoder in the table the refusals before the first layer would be skipped silently."""
+    assert {module for module, _ in registry.MIXERS} == {module for module, _ in registry.DECODERS}
