@@ -6,7 +6,7 @@ A row's records carry absolute positions, counted from the last reset. The recor
 
 import torch
 
-__all__ = ["gather_records", "record_slots", "rows_due", "write_records"]
+__all__ = ["gather_records", "live_records", "record_slots", "rows_due", "write_records"]
 
 
 def rows_due(committed: torch.Tensor, pending: torch.Tensor, tokens: int, window: int) -> torch.Tensor:
@@ -22,6 +22,12 @@ def rows_due(committed: torch.Tensor, pending: torch.Tensor, tokens: int, window
         bool ``[B]``. It depends on nothing but the cursor and ``tokens``, so it is known before the forward runs.
     """
     return committed + pending + tokens > window
+
+
+def live_records(first: torch.Tensor, end: torch.Tensor, capacity: int) -> torch.Tensor:
+    """Which ages lie from ``first`` up to and without ``end`` (int64 ``[B]``): bool ``[B, capacity]``."""
+    age = torch.arange(capacity, device=end.device)
+    return (age >= first[:, None]) & (age < end[:, None])
 
 
 def record_slots(start: torch.Tensor, length: int, capacity: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ from replay_transformers.cache import ReplayCache
 from replay_transformers.config import ReplayConfig
 from replay_transformers.geometry import FAMILIES, layer_geometries, text_config
 from replay_transformers.patches.pool import CachePool
-from replay_transformers.patches.versions import cache_argument
+from replay_transformers.patches.versions import cache_argument, generate_cache_name
 
 __all__ = ["CACHE_NAMES", "STATIC_NAME", "GenerateSettings", "wrap_generate", "wrap_prepare_cache"]
 
@@ -97,18 +97,10 @@ def wrap_prepare_cache(original: Callable[..., Any], settings: GenerateSettings)
         settings.prepare_model(self)
         if generation_config.is_assistant:
             cache.activate_past_recording()
-        model_kwargs[_argument_name(self)] = cache
+        model_kwargs[generate_cache_name()] = cache
         return None
 
     return prepare
-
-
-def _argument_name(model: Any) -> str:
-    """Under which name the model's `generate` passes its cache on."""
-    from packaging.version import Version
-    from transformers import __version__
-
-    return "cache" if Version(__version__) >= Version("5.24.0") else "past_key_values"
 
 
 def _is_supported(model: Any) -> bool:

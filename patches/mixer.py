@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.activations import ACT2FN
 from transformers.integrations.accelerate import force_accelerate_hooks
 
 from replay_transformers.cache import ReplayCache
@@ -33,8 +34,6 @@ def convolve(mixer: Any, layer: ReplayLayer, inputs: torch.Tensor) -> torch.Tens
         inputs, mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias, activation="silu" if fused else None
     )
     if not fused:
-        from transformers.activations import ACT2FN
-
         output = ACT2FN[mixer.activation](output)
     return output
 

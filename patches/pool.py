@@ -32,8 +32,8 @@ class CachePool:
 
     def give_back(self, model: Any, key: Hashable, cache: ReplayCache) -> None:
         """Make a cache available to later calls. Growing attention layers are emptied at once."""
-        for layer in cache.attention_layers:
-            if cache.max_cache_len is None:
+        if cache.max_cache_len is None:
+            for layer in cache.attention_layers:
                 layer.reset()
         with self._lock:
             idle = self._idle.setdefault(model, {})

@@ -6,7 +6,6 @@ touched at import.
 
 import functools
 import importlib
-import logging
 import threading
 import types
 import weakref
@@ -17,8 +16,6 @@ from typing import Any
 from replay_transformers.patches.versions import require_supported_version
 
 __all__ = ["MIXERS", "ReplayHandle", "disable", "enable", "is_enabled", "patched_attributes"]
-
-logger = logging.getLogger(__name__)
 
 # module of transformers.models, class of the state-space mixer -> module in this folder
 MIXERS: dict[tuple[str, str], str] = {
@@ -73,7 +70,8 @@ class _Patches:
                 delattr(owner, name)
             else:
                 setattr(owner, name, original)
-        self.settings.pool.clear()
+        if self.settings is not None:  # None if applying the patches failed at its very start
+            self.settings.pool.clear()
 
 
 _lock = threading.RLock()

@@ -6,7 +6,7 @@ import transformers
 from packaging.version import Version
 from transformers.cache_utils import Cache
 
-__all__ = ["CACHE_ARGUMENTS", "FIRST", "LAST", "cache_argument", "require_supported_version"]
+__all__ = ["CACHE_ARGUMENTS", "FIRST", "LAST", "cache_argument", "generate_cache_name", "require_supported_version"]
 
 FIRST, LAST = Version("5.17.0"), Version("5.24")  # LAST: the newest minor release that was tested
 
@@ -22,6 +22,11 @@ def require_supported_version() -> None:
             f"replay_transformers supports transformers {FIRST} to {LAST}.x, found {installed}: install "
             f'"transformers>={FIRST},<{LAST.major}.{LAST.minor + 1}"'
         )
+
+
+def generate_cache_name() -> str:
+    """Under which name `generate` passes its cache on to the model."""
+    return "cache" if Version(transformers.__version__) >= Version("5.24.0") else "past_key_values"
 
 
 def cache_argument(arguments: dict[str, Any]) -> Cache | None:

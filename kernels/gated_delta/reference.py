@@ -23,7 +23,8 @@ or float64 for float64 inputs.
 import torch
 
 from replay_transformers.kernels.decay import at_least_float32, readable, segment_sums, suffix_sums
-from replay_transformers.kernels.ring import gather_records, record_slots, rows_due, write_records
+from replay_transformers.kernels.heads import by_group, heads_first, read_state, scale_scores
+from replay_transformers.kernels.ring import gather_records, live_records, record_slots, rows_due, write_records
 from replay_transformers.kernels.saturate import store_rows
 
 __all__ = ["fold", "folded_state", "l2_normalise", "replay_step", "scan"]
@@ -34,23 +35,6 @@ NORM_EPSILON = 1e-6  # inside the square root, as in transformers and flash-line
 def l2_normalise(x: torch.Tensor) -> torch.Tensor:
     """``x / sqrt(sum(x^2) + 1e-6)`` over the last dimension."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPSILON)
-
-
-def _by_key_head(values: torch.Tensor, key_heads: int) -> torch.Tensor:
-    """``[B, Hv, ...]`` -> ``[B, Hk, Hv / Hk, ...]``."""
-    return values.unflatten(1, (key_heads, values.shape[1] // key_heads))
-
-
-def _read_state(state: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
-    """``S u`` for every value head: state ``[B, Hv, V, K]``, vectors ``[B, Hk, n, K]`` -> ``[B, Hv, n, V]``."""
-    rows = _by_key_head(state, vectors.shape[1]).flatten(2, 3)
-    product = rows @ vectors.transpose(-1, -2)
-    return product.view(*state.shape[:3], vectors.shape[2]).transpose(-1, -2)
-
-
-def _scale_scores(weights: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """weights ``[B, Hv, t, j]`` times scores ``[B, Hk, t, j]`` -> ``[B, Hv, t, j]``."""
-    return (_by_key_head(weights, scores.shape[1]) * scores[:, :, None]).flatten(1, 2)
 
 
 def _solve_deltas(decay: torch.Tensor, keys: torch.Tensor, beta: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -64,7 +48,7 @@ def _solve_deltas(decay: torch.Tensor, keys: torch.Tensor, beta: torch.Tensor, r
     Returns:
         ``[B, Hv, n, V]``.
     """
-    system = _scale_scores(decay * beta[..., None], keys @ keys.transpose(-1, -2)).tril(-1)
+    system = scale_scores(decay * beta[..., None], keys @ keys.transpose(-1, -2)).tril(-1)
     return torch.linalg.solve_triangular(system, beta[..., None] * residual, upper=False, unitriangular=True)
 
 
@@ -72,7 +56,7 @@ def _next_state(state: torch.Tensor, deltas: torch.Tensor, keys: torch.Tensor, l
     """The state after ``n`` tokens: deltas ``[B, Hv, n, V]``, keys ``[B, Hk, n, K]``, logs ``[B, Hv, n]``."""
     after, total = suffix_sums(logs)
     weighted = deltas * after.exp()[..., None]
-    update = _by_key_head(weighted, keys.shape[1]).transpose(-1, -2) @ keys[:, :, None]
+    update = by_group(weighted, keys.shape[1]).transpose(-1, -2) @ keys[:, :, None]
     return state * total.exp()[..., None, None] + update.flatten(1, 2)
 
 
@@ -80,13 +64,8 @@ def _block_deltas(
     state: torch.Tensor, keys: torch.Tensor, v: torch.Tensor, logs: torch.Tensor, beta: torch.Tensor
 ) -> torch.Tensor:
     """``d`` of a block of tokens directly on top of ``state`` (all heads first, compute dtype)."""
-    predicted = _read_state(state, keys) * logs.cumsum(-1).exp()[..., None]
+    predicted = read_state(state, keys) * logs.cumsum(-1).exp()[..., None]
     return _solve_deltas(segment_sums(logs).exp(), keys, beta, v - predicted)
-
-
-def _heads_first(*tensors: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
-    """``[B, T, heads, ...]`` -> ``[B, heads, T, ...]`` in the compute dtype."""
-    return [tensor.transpose(1, 2).to(dtype) for tensor in tensors]
 
 
 def folded_state(
@@ -113,7 +92,7 @@ def folded_state(
     """
     compute = at_least_float32(ring_k.dtype)
     capacity = ring_k.shape[2]
-    live = torch.arange(capacity, device=base.device) < count[:, None]
+    live = live_records(torch.zeros_like(count), count, capacity)
     slots = record_slots(base, capacity, capacity)
     k, v, logs, beta = (
         gather_records(ring, slots, live, dim=2).to(compute) for ring in (ring_k, ring_v, ring_g, ring_beta)
@@ -183,17 +162,16 @@ def replay_step(
     tokens, capacity = q.shape[1], ring_k.shape[2]
     compute = at_least_float32(q.dtype)
     live_count = committed + pending
-    age = torch.arange(capacity, device=base.device)
-    live = age < live_count[:, None]
+    folded = torch.zeros_like(committed)
     if may_flush:
-        count = torch.where(rows_due(committed, pending, tokens, window), committed, 0)
-        fold(state, ring_k, ring_v, ring_g, ring_beta, base=base, count=count)
-        live = live & (age >= count[:, None])
+        folded = torch.where(rows_due(committed, pending, tokens, window), committed, 0)
+        fold(state, ring_k, ring_v, ring_g, ring_beta, base=base, count=folded)
+    live = live_records(folded, live_count, capacity)
 
     slots = record_slots(base, capacity, capacity)
     past_k, past_logs, past_d = (gather_records(r, slots, live, dim=2).to(compute) for r in (ring_k, ring_g, ring_d))
     past_keys = l2_normalise(past_k)
-    queries, keys, values, logs, gain = _heads_first(q, k, v, g, beta, dtype=compute)
+    queries, keys, values, logs, gain = heads_first(q, k, v, g, beta, dtype=compute)
     keys = l2_normalise(keys)
     queries = l2_normalise(queries) * queries.shape[-1] ** -0.5
 
@@ -202,13 +180,13 @@ def replay_step(
     after, total = suffix_sums(past_logs)
     since = logs.cumsum(-1)
     since = torch.cat([since, since], dim=-1)
-    answers = _read_state(readable(state, compute), vectors) * (total[..., None] + since).exp()[..., None]
+    answers = read_state(readable(state, compute), vectors) * (total[..., None] + since).exp()[..., None]
     past_weights = (since[..., :, None] + after[..., None, :]).exp()
-    answers = answers + _scale_scores(past_weights, vectors @ past_keys.transpose(-1, -2)) @ past_d
+    answers = answers + scale_scores(past_weights, vectors @ past_keys.transpose(-1, -2)) @ past_d
 
     decay = segment_sums(logs).exp()
     deltas = _solve_deltas(decay, keys, gain, values - answers[:, :, :tokens])
-    output = answers[:, :, tokens:] + _scale_scores(decay, queries @ keys.transpose(-1, -2)) @ deltas
+    output = answers[:, :, tokens:] + scale_scores(decay, queries @ keys.transpose(-1, -2)) @ deltas
 
     new_slots = record_slots(base + live_count, tokens, capacity)
     for ring, record in ((ring_k, k), (ring_v, v), (ring_g, g), (ring_beta, beta)):
@@ -238,7 +216,7 @@ def scan(
         ``(y, state)``: ``[B, T, Hv, V]`` in the dtype of ``q``, and ``[B, Hv, V, K]`` in float32 (or float64).
     """
     compute = at_least_float32(q.dtype)
-    queries, keys, values, logs, gain = _heads_first(q, k, v, g, beta, dtype=compute)
+    queries, keys, values, logs, gain = heads_first(q, k, v, g, beta, dtype=compute)
     keys = l2_normalise(keys)
     queries = l2_normalise(queries) * queries.shape[-1] ** -0.5
     state = readable(state, compute)
@@ -247,8 +225,8 @@ def scan(
         part = slice(start, start + chunk_size)
         keys_c, queries_c, logs_c = keys[:, :, part], queries[:, :, part], logs[:, :, part]
         deltas = _block_deltas(state, keys_c, values[:, :, part], logs_c, gain[:, :, part])
-        carried = _read_state(state, queries_c) * logs_c.cumsum(-1).exp()[..., None]
-        scores = _scale_scores(segment_sums(logs_c).exp(), queries_c @ keys_c.transpose(-1, -2))
+        carried = read_state(state, queries_c) * logs_c.cumsum(-1).exp()[..., None]
+        scores = scale_scores(segment_sums(logs_c).exp(), queries_c @ keys_c.transpose(-1, -2))
         outputs.append(carried + scores @ deltas)
         state = _next_state(state, deltas, keys_c, logs_c)
     return torch.cat(outputs, dim=2).transpose(1, 2).to(q.dtype), state

@@ -15,28 +15,16 @@ and ``C``, ``N`` state dimension, ``R`` ring slots. Everything is computed in fl
 import torch
 
 from replay_transformers.kernels.decay import at_least_float32, readable, segment_sums, suffix_sums
-from replay_transformers.kernels.ring import gather_records, record_slots, rows_due, write_records
+from replay_transformers.kernels.heads import by_group, heads_first, read_state, scale_scores
+from replay_transformers.kernels.ring import gather_records, live_records, record_slots, rows_due, write_records
 from replay_transformers.kernels.saturate import store_rows
 
 __all__ = ["fold", "folded_state", "replay_step", "scan"]
 
 
-def _by_group(heads: torch.Tensor, groups: int) -> torch.Tensor:
-    """``[B, H, ...]`` -> ``[B, G, H / G, ...]``."""
-    return heads.unflatten(1, (groups, heads.shape[1] // groups))
-
-
-def _read_state(state: torch.Tensor, C: torch.Tensor) -> torch.Tensor:
-    """``S C_t`` for every head and token: state ``[B, H, P, N]``, C ``[B, G, T, N]`` -> ``[B, H, T, P]``."""
-    rows = _by_group(state, C.shape[1]).flatten(2, 3)
-    product = rows @ C.transpose(-1, -2)
-    return product.view(*state.shape[:3], C.shape[2]).transpose(-1, -2)
-
-
 def _weighted_sum(weights: torch.Tensor, scores: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """``sum_j weights[h, t, j] * scores[g, t, j] * x[h, j]``: ``[B, H, T, P]``."""
-    weights = (_by_group(weights, scores.shape[1]) * scores[:, :, None]).flatten(1, 2)
-    return weights @ x
+    return scale_scores(weights, scores) @ x
 
 
 def _next_state(
@@ -45,7 +33,7 @@ def _next_state(
     """The state after ``n`` tokens: x ``[B, H, n, P]``, B ``[B, G, n, N]``, dt ``[B, H, n]`` -> ``[B, H, P, N]``."""
     after, total = suffix_sums(dt * A[:, None])
     weighted = x * (after.exp() * dt)[..., None]
-    update = _by_group(weighted, B.shape[1]).transpose(-1, -2) @ B[:, :, None]
+    update = by_group(weighted, B.shape[1]).transpose(-1, -2) @ B[:, :, None]
     return readable(state, x.dtype) * total.exp()[..., None, None] + update.flatten(1, 2)
 
 
@@ -61,14 +49,9 @@ def _block(
     """Output of one block of tokens on top of ``state``; ``before`` (``[B, H]``) is the log-decay since ``state``."""
     logs = dt * A[:, None]
     decay = logs.cumsum(-1) if before is None else logs.cumsum(-1) + before[..., None]
-    carried = _read_state(readable(state, x.dtype), C) * decay.exp()[..., None]
+    carried = read_state(readable(state, x.dtype), C) * decay.exp()[..., None]
     weights = segment_sums(logs).exp() * dt[..., None, :]
     return carried + _weighted_sum(weights, C @ B.transpose(-1, -2), x)
-
-
-def _heads_first(*tensors: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
-    """``[B, T, heads, ...]`` -> ``[B, heads, T, ...]`` in the compute dtype."""
-    return [tensor.transpose(1, 2).to(dtype) for tensor in tensors]
 
 
 def _finish(output: torch.Tensor, x: torch.Tensor, D: torch.Tensor | None) -> torch.Tensor:
@@ -111,7 +94,7 @@ def folded_state(
         in value.
     """
     compute = at_least_float32(ring_x.dtype)
-    live = torch.arange(ring_x.shape[2], device=base.device) < count[:, None]
+    live = live_records(torch.zeros_like(count), count, ring_x.shape[2])
     x, B, dt = _records((ring_x, ring_b, ring_dt), base, live, compute)
     return _next_state(state, x, B, dt, A.to(compute))
 
@@ -176,15 +159,14 @@ def replay_step(
     tokens, capacity = x.shape[1], ring_x.shape[2]
     compute = at_least_float32(x.dtype)
     live_count = committed + pending
-    age = torch.arange(capacity, device=base.device)
-    live = age < live_count[:, None]
+    folded = torch.zeros_like(committed)
     if may_flush:
-        count = torch.where(rows_due(committed, pending, tokens, window), committed, 0)
-        fold(state, ring_x, ring_b, ring_dt, A, base=base, count=count)
-        live = live & (age >= count[:, None])
+        folded = torch.where(rows_due(committed, pending, tokens, window), committed, 0)
+        fold(state, ring_x, ring_b, ring_dt, A, base=base, count=folded)
+    live = live_records(folded, live_count, capacity)
 
     past_x, past_B, past_dt = _records((ring_x, ring_b, ring_dt), base, live, compute)
-    x_t, B_t, C_t, dt_t = _heads_first(x, B, C, dt, dtype=compute)
+    x_t, B_t, C_t, dt_t = heads_first(x, B, C, dt, dtype=compute)
     rate = A.to(compute)
 
     after, total = suffix_sums(past_dt * rate[:, None])
@@ -222,7 +204,7 @@ def scan(
         ``(y, state)``: ``[B, T, H, P]`` in the dtype of ``x``, and ``[B, H, P, N]`` in float32 (or float64).
     """
     compute = at_least_float32(x.dtype)
-    x_t, B_t, C_t, dt_t = _heads_first(x, B, C, dt, dtype=compute)
+    x_t, B_t, C_t, dt_t = heads_first(x, B, C, dt, dtype=compute)
     rate = A.to(compute)
     state = readable(state, compute)
     outputs = []

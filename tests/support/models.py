@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from replay_transformers.cache import ReplayCache
+from tests.support.generation import CACHE_ARGUMENT
 
 VOCABULARY = 97
 PAD, BOS, EOS = 0, 1, 2
@@ -196,7 +197,6 @@ def cached_forward(model: Any, cache: ReplayCache, ids: torch.Tensor, mask: torc
     seen = int(cache.get_seq_length())
     if mask is None:
         mask = torch.ones(ids.shape[0], seen + ids.shape[1], dtype=torch.long)
-    name = "cache" if transformers.__version__ >= "5.24" else "past_key_values"
     with torch.no_grad():
         return model(
             input_ids=ids,
@@ -204,7 +204,7 @@ def cached_forward(model: Any, cache: ReplayCache, ids: torch.Tensor, mask: torc
             position_ids=positions(mask)[:, -ids.shape[1] :],
             use_cache=True,
             logits_to_keep=0,
-            **{name: cache},
+            **{CACHE_ARGUMENT: cache},
         ).logits
 
 
