@@ -7,7 +7,10 @@ import torch
 from replay_transformers.config import ReplayConfig
 from replay_transformers.kernels.ring import rows_due
 
-__all__ = ["Cursor", "StepPlan", "allocate"]
+__all__ = ["Cursor", "Position", "StepPlan", "allocate"]
+
+# base, committed, pending, folds: what the layers on one device need of the cursor in one forward
+Position = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -30,16 +33,17 @@ class StepPlan:
     Args:
         tokens: tokens per row in this forward.
         kept: tokens that go through the ring; the ``tokens - kept`` before them are scanned straight into the state.
-        may_flush: False if it is known on the host that no row is due.
+        folds: int64 ``[B]``, how many of its oldest records each row folds in this forward: ``committed`` if the row is
+            due, else 0. None if none folds any: known on the host, or a forward whose ring is emptied before its scan.
         next_layer: position (among the state-space layers) of the layer that runs next.
-        copies: the cursor by device: int64 ``[B]`` tensors ``(base, committed, pending)``.
+        copies: the cursor and ``folds`` by device: int64 ``[B]`` tensors ``(base, committed, pending, folds)``.
     """
 
     tokens: int
     kept: int
-    may_flush: bool
+    folds: torch.Tensor | None
     next_layer: int = 0
-    copies: dict[torch.device, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    copies: dict[torch.device, Position] = field(default_factory=dict)
 
     @property
     def scanned(self) -> int:
@@ -97,13 +101,14 @@ class Cursor:
             if not self.fresh:
                 raise ValueError(self.mismatch(f"{batch_size} rows on {device}"))
             self.allocate(batch_size, device)
-        _, committed, pending = self.tensors()
+        base, committed, pending = self.tensors()
         if tokens <= self.config.max_step:
             kept = tokens
         else:
             kept = self.config.max_draft if self.recording else 0
-        self.plan = StepPlan(tokens, kept, self._may_flush(committed, pending, tokens))
-        self.plan.copies[committed.device] = self.tensors()
+        folds = self._folds(committed, pending, tokens) if kept == tokens else None
+        self.plan = StepPlan(tokens, kept, folds)
+        self.plan.copies[committed.device] = (base, committed, pending, folds)
         self.first, self.fresh = self.fresh, False
         return self.plan
 
@@ -132,19 +137,20 @@ class Cursor:
             )
         return self.fresh if before == 0 else self.first
 
-    def _may_flush(self, committed: torch.Tensor, pending: torch.Tensor, tokens: int) -> bool:
-        if torch.compiler.is_compiling():
-            return True
-        if committed.is_cuda and torch.cuda.is_current_stream_capturing():
-            return True
-        return bool(rows_due(committed, pending, tokens, self.config.window).any())
+    def _folds(self, committed: torch.Tensor, pending: torch.Tensor, tokens: int) -> torch.Tensor | None:
+        """`StepPlan.folds`: a tensor wherever asking the host would stall a GPU or break a graph."""
+        due = rows_due(committed, pending, tokens, self.config.window)
+        if due.device.type == "cpu" and not torch.compiler.is_compiling() and not due.any():
+            return None
+        return torch.where(due, committed, 0)
 
-    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The cursor on ``device``, copied there at most once per forward."""
+    def on(self, device: torch.device) -> Position:
+        """The cursor and the plan's ``folds`` on ``device``, copied there at most once per forward."""
         assert self.plan is not None
         if device not in self.plan.copies:
             base, committed, pending = (tensor.to(device) for tensor in self.tensors())
-            self.plan.copies[device] = (base, committed, pending)
+            folds = None if self.plan.folds is None else self.plan.folds.to(device)
+            self.plan.copies[device] = (base, committed, pending, folds)
         return self.plan.copies[device]
 
     def end(self) -> None:
@@ -160,9 +166,9 @@ class Cursor:
                 committed.zero_()
                 pending.fill_(plan.kept)
                 return
-            due = rows_due(committed, pending, plan.tokens, self.config.window)
-            base.add_(torch.where(due, committed, 0))
-            committed.masked_fill_(due, 0)
+            if plan.folds is not None:
+                base.add_(plan.folds)
+                committed.sub_(plan.folds)
             pending.add_(plan.tokens)
             horizon = self.config.max_draft if self.recording else 0
             leaving = (pending - horizon).clamp_(min=0)

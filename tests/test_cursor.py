@@ -126,7 +126,9 @@ def test_any_sequence_follows_the_rules(window: int, max_draft: int, actions: li
         if name == "forward":
             due = [h + u + value > window for _, h, u in rows]
             plan = cursor.begin(2, value, CPU)
-            assert plan.may_flush == any(due)
+            folds = [h if flush else 0 for (_, h, _), flush in zip(rows, due, strict=True)]
+            assert (plan.folds is None) == (plan.scanned > 0 or not any(due))
+            assert plan.folds is None or plan.folds.tolist() == folds
             assert plan.scanned + plan.kept == value
             assert not cursor.first
             assert where(cursor) == rows, "begin() moves nothing"
@@ -144,6 +146,17 @@ def test_any_sequence_follows_the_rules(window: int, max_draft: int, actions: li
         assert where(cursor) == rows
     assert [tensor.data_ptr() for tensor in cursor.tensors()] == addresses
     assert all(tensor.dtype == torch.int64 for tensor in cursor.tensors())
+
+
+def test_nothing_is_asked_of_a_device_other_than_the_cpu() -> None:
+    """Reading a value of a tensor without data raises, as waiting for a GPU would stall: the plan does neither."""
+    cursor = Cursor(ReplayConfig(window=2, max_draft=1))
+    for tokens in (1, 2, 1, 5, 1):
+        plan = cursor.begin(3, tokens, torch.device("meta"))
+        assert (plan.folds is None) == (plan.scanned > 0)
+        cursor.end()
+    with pytest.raises(RuntimeError, match="meta"):
+        where(cursor)
 
 
 def test_another_batch_is_refused_until_the_reset() -> None:

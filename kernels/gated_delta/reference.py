@@ -24,7 +24,7 @@ import torch
 
 from replay_transformers.kernels.decay import at_least_float32, readable, segment_sums, suffix_sums
 from replay_transformers.kernels.heads import by_group, heads_first, read_state, scale_scores
-from replay_transformers.kernels.ring import gather_records, live_records, record_slots, rows_due, write_records
+from replay_transformers.kernels.ring import gather_records, live_records, record_slots, write_records
 from replay_transformers.kernels.saturate import store_rows
 
 __all__ = ["fold", "folded_state", "l2_normalise", "replay_step", "scan"]
@@ -136,14 +136,13 @@ def replay_step(
     base: torch.Tensor,
     committed: torch.Tensor,
     pending: torch.Tensor,
-    window: int,
-    may_flush: bool = True,
+    folds: torch.Tensor | None,
 ) -> torch.Tensor:
     """One forward of ``T`` tokens per row: flush the rows that are due, read out, append the new records.
 
-    A row is due when ``committed + pending + T > window``. Its committed records are folded into ``state`` first; its
-    pending ones stay in their slots. The cursor (``base``, ``committed``, ``pending``) is read and not advanced: it is
-    shared by the layers of a forward.
+    ``folds`` says how many of a row's oldest records are folded into ``state`` first: all that are committed if the row
+    is due, else none; pending ones stay in their slots. The cursor (``base``, ``committed``, ``pending``) is read and
+    not advanced: it is shared by the layers of a forward, and so is ``folds``, which it decides once for all of them.
 
     Args:
         q, k: ``[B, T, Hk, K]`` in the activation dtype, after the convolution and before normalisation.
@@ -153,8 +152,8 @@ def replay_step(
         ring_k: ``[B, Hk, R, K]``, ring_v, ring_d: ``[B, Hv, R, V]``, ring_g,
             ring_beta: ``[B, Hv, R]``, **mutated**: T slots per row.
         base, committed, pending: int64 ``[B]``. ``R >= committed + pending + T`` in every row.
-        window: flush window in tokens.
-        may_flush: False promises that no row is due, and skips the fold.
+        folds: int64 ``[B]``, records to fold: ``committed`` in a row that is due, else 0. None promises that no row is
+            due, and skips the fold.
 
     Returns:
         ``[B, T, Hv, V]`` in the dtype of ``q``.
@@ -162,11 +161,9 @@ def replay_step(
     tokens, capacity = q.shape[1], ring_k.shape[2]
     compute = at_least_float32(q.dtype)
     live_count = committed + pending
-    folded = torch.zeros_like(committed)
-    if may_flush:
-        folded = torch.where(rows_due(committed, pending, tokens, window), committed, 0)
-        fold(state, ring_k, ring_v, ring_g, ring_beta, base=base, count=folded)
-    live = live_records(folded, live_count, capacity)
+    if folds is not None:
+        fold(state, ring_k, ring_v, ring_g, ring_beta, base=base, count=folds)
+    live = live_records(torch.zeros_like(committed) if folds is None else folds, live_count, capacity)
 
     slots = record_slots(base, capacity, capacity)
     past_k, past_logs, past_d = (gather_records(r, slots, live, dim=2).to(compute) for r in (ring_k, ring_g, ring_d))

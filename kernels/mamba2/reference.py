@@ -16,7 +16,7 @@ import torch
 
 from replay_transformers.kernels.decay import at_least_float32, readable, segment_sums, suffix_sums
 from replay_transformers.kernels.heads import by_group, heads_first, read_state, scale_scores
-from replay_transformers.kernels.ring import gather_records, live_records, record_slots, rows_due, write_records
+from replay_transformers.kernels.ring import gather_records, live_records, record_slots, write_records
 from replay_transformers.kernels.saturate import store_rows
 
 __all__ = ["fold", "folded_state", "replay_step", "scan"]
@@ -133,14 +133,13 @@ def replay_step(
     base: torch.Tensor,
     committed: torch.Tensor,
     pending: torch.Tensor,
-    window: int,
-    may_flush: bool = True,
+    folds: torch.Tensor | None,
 ) -> torch.Tensor:
     """One forward of ``T`` tokens per row: flush the rows that are due, read out, append the new records.
 
-    A row is due when ``committed + pending + T > window``. Its committed records are folded into ``state`` first; its
-    pending ones stay in their slots. The cursor (``base``, ``committed``, ``pending``) is read and not advanced: it is
-    shared by the layers of a forward.
+    ``folds`` says how many of a row's oldest records are folded into ``state`` first: all that are committed if the row
+    is due, else none; pending ones stay in their slots. The cursor (``base``, ``committed``, ``pending``) is read and
+    not advanced: it is shared by the layers of a forward, and so is ``folds``, which it decides once for all of them.
 
     Args:
         x: ``[B, T, H, P]`` in the activation dtype, after convolution and activation.
@@ -150,8 +149,8 @@ def replay_step(
         state: ``[B, H, P, N]``, the checkpoint, **mutated** only in rows that are due.
         ring_x: ``[B, H, R, P]``, ring_b: ``[B, G, R, N]``, ring_dt: ``[B, H, R]``, **mutated**: T slots per row.
         base, committed, pending: int64 ``[B]``. ``R >= committed + pending + T`` in every row.
-        window: flush window in tokens.
-        may_flush: False promises that no row is due, and skips the fold.
+        folds: int64 ``[B]``, records to fold: ``committed`` in a row that is due, else 0. None promises that no row is
+            due, and skips the fold.
 
     Returns:
         ``[B, T, H, P]`` in the dtype of ``x``.
@@ -159,11 +158,9 @@ def replay_step(
     tokens, capacity = x.shape[1], ring_x.shape[2]
     compute = at_least_float32(x.dtype)
     live_count = committed + pending
-    folded = torch.zeros_like(committed)
-    if may_flush:
-        folded = torch.where(rows_due(committed, pending, tokens, window), committed, 0)
-        fold(state, ring_x, ring_b, ring_dt, A, base=base, count=folded)
-    live = live_records(folded, live_count, capacity)
+    if folds is not None:
+        fold(state, ring_x, ring_b, ring_dt, A, base=base, count=folds)
+    live = live_records(torch.zeros_like(committed) if folds is None else folds, live_count, capacity)
 
     past_x, past_B, past_dt = _records((ring_x, ring_b, ring_dt), base, live, compute)
     x_t, B_t, C_t, dt_t = heads_first(x, B, C, dt, dtype=compute)

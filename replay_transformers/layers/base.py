@@ -101,7 +101,7 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
         self._open(inputs)
         if self.conv_ring is None:
             self.allocate(inputs.shape[0], inputs.dtype, inputs.device)
-        base, committed, pending = self.cursor.on(inputs.device)
+        base, committed, pending, _ = self.cursor.on(inputs.device)
         with torch.autocast(inputs.device.type, enabled=False):
             return causal_conv.conv_step(
                 inputs, weight, bias, ring=self.conv_ring, position=base + committed + pending, activation=activation
@@ -134,11 +134,11 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
         Args:
             operands: tensors ``[B, T, ...]`` in the order of the kernels' arguments.
             scan: takes the operands' older tokens, gives their output and the state after them.
-            replay: takes the operands' newest tokens and the cursor, gives their output and records them.
+            replay: takes the operands' newest tokens, the cursor and ``folds``; gives their output and records them.
         """
         plan = self.cursor.plan
         assert plan is not None
-        base, committed, pending = self.cursor.on(self.checkpoint.device)
+        base, committed, pending, folds = self.cursor.on(self.checkpoint.device)
         outputs = []
         with torch.autocast(self.checkpoint.device.type, enabled=False):
             if plan.scanned:
@@ -150,8 +150,7 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
                 committed = pending = torch.zeros_like(base)
             if plan.kept:
                 newest = (operand[:, plan.scanned :] for operand in operands)
-                may_flush = plan.may_flush and not plan.scanned
-                outputs.append(replay(*newest, base=base, committed=committed, pending=pending, may_flush=may_flush))
+                outputs.append(replay(*newest, base=base, committed=committed, pending=pending, folds=folds))
         plan.next_layer += 1
         if plan.next_layer == self.total:
             self.cursor.end()

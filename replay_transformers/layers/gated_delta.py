@@ -45,7 +45,7 @@ class GatedDeltaReplayLayer(ReplayLayer):
 
         def replay(*operands: torch.Tensor, **cursor: Any) -> torch.Tensor:
             rings: dict[str, Any] = {f"ring_{name}": ring for name, ring in self.rings.items()}
-            settings = {**rings, **cursor, "state": self.checkpoint, "window": self.config.window}
+            settings = {**rings, **cursor, "state": self.checkpoint}
             return gated_delta.replay_step(*operands, **settings)
 
         return self._run((q, k, v, g, beta), scan, replay)

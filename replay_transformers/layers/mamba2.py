@@ -67,7 +67,6 @@ class Mamba2ReplayLayer(ReplayLayer):
                 ring_x=self.rings["x"],
                 ring_b=self.rings["b"],
                 ring_dt=self.rings["dt"],
-                window=self.config.window,
                 **cursor,
             )
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.operators import EVERY_OPERATOR, GEOMETRIES, Geometry, Operator, assert_close
+from tests.support.operators import EVERY_OPERATOR, GEOMETRIES, Geometry, Operator, assert_close, folds
 from tests.support.replay import Replay
 
 MARGIN = 4.0  # two orders of summation of the same terms differ by a small factor, at random
@@ -119,7 +119,7 @@ def test_rejected_tokens_leave_no_trace(operator: Operator, rejected: int) -> No
 
 
 @EVERY_OPERATOR
-def test_may_flush_changes_nothing_when_no_row_is_due(operator: Operator) -> None:
+def test_no_folds_are_folds_of_nothing(operator: Operator) -> None:
     geometry = GEOMETRIES[1]
     torch.manual_seed(1)
     one = Replay(operator, geometry, window=16, first=(2, 9), dtype=torch.float32)
@@ -127,8 +127,8 @@ def test_may_flush_changes_nothing_when_no_row_is_due(operator: Operator) -> Non
     two = Replay(operator, geometry, window=16, first=(2, 9), dtype=torch.float32)
     for tokens in (operator.draw(2, count, geometry, torch.float32) for count in (1, 4, 8, 2, 1)):
         assert not any(one.due(tokens[operator.log_decay].shape[1]))
-        first, _ = one.append(tokens, may_flush=True)
-        second, _ = two.append(tokens, may_flush=False)
+        first, _ = one.append(tokens, folds=torch.zeros(2, dtype=torch.int64))
+        second, _ = two.append(tokens, folds=None)
         assert torch.equal(first, second)
         assert torch.equal(one.state, two.state)
         assert all(torch.equal(one.rings[name], two.rings[name]) for name in one.rings)
@@ -180,7 +180,7 @@ def test_gradients_reach_the_tokens_and_not_the_rings(operator: Operator) -> Non
 
     def output(*values: torch.Tensor) -> torch.Tensor:
         buffers = {name: tensor.clone() for name, tensor in saved.items()}
-        arguments = {**buffers, **replay.cursor, "window": 5}
+        arguments = {**buffers, **replay.cursor, "folds": folds(replay.cursor, 2, 5)}
         result = operator.step(dict(zip(tokens, values, strict=True)), replay.parameters, **arguments)
         assert not any(buffer.requires_grad or buffer.grad_fn for buffer in buffers.values())
         assert not torch.equal(buffers["state"], saved["state"])

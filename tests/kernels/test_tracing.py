@@ -10,7 +10,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from replay_transformers.kernels.causal_conv import reference as causal_conv
-from tests.support.operators import EVERY_OPERATOR, GEOMETRIES, Operator, cursor
+from tests.support.operators import EVERY_OPERATOR, GEOMETRIES, Operator, cursor, folds
 
 WINDOW, CAPACITY = 7, 24
 # nothing yet, pending only, no row due, some due, all due, wrapped around, positions beyond 32 bits
@@ -63,7 +63,7 @@ def prepared(operator: Operator) -> tuple[dict[str, Any], dict[str, torch.Tensor
 @EVERY_OPERATOR
 def test_replay_step(operator: Operator, counter: CompileCounterWithBackend) -> None:
     inputs, rings, state = prepared(operator)
-    calls = [{**inputs, **position, "window": WINDOW} for position in CURSORS]
+    calls = [{**inputs, **position, "folds": folds(position, 2, WINDOW)} for position in CURSORS]
     compare(operator.kernel.replay_step, counter, calls, {**rings, **state})
 
 
@@ -90,6 +90,6 @@ def test_a_compiled_step_flushes(operator: Operator, counter: CompileCounterWith
     before = state["state"].clone()
     compiled = torch.compile(operator.kernel.replay_step, fullgraph=True, backend=counter)
     position = cursor([10, 3], [7, 2], [0, 1])
-    compiled(**inputs, **position, **rings, **state, window=WINDOW)
+    compiled(**inputs, **position, **rings, **state, folds=folds(position, 2, WINDOW))
     assert not torch.equal(state["state"][0], before[0])
     assert torch.equal(state["state"][1], before[1])

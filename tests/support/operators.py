@@ -172,6 +172,12 @@ def length(tokens: Tensors) -> int:
     return next(iter(tokens.values())).shape[1]
 
 
+def folds(position: Tensors, tokens: int, window: int) -> torch.Tensor:
+    """What each row folds by the flush rule in a step of so many tokens: its committed records if it is due."""
+    due = position["committed"] + position["pending"] + tokens > window
+    return torch.where(due, position["committed"], 0)
+
+
 def cursor(base: list[int], committed: list[int], pending: list[int]) -> Tensors:
     """The pointers as the operators take them."""
     return {

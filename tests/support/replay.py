@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.support.operators import Geometry, Operator, Tensors, cursor, join, length, part
+from tests.support.operators import Geometry, Operator, Tensors, cursor, folds, join, length, part
 
 
 class Replay:
@@ -66,9 +66,8 @@ class Replay:
                 output, _ = self.operator.oracle(seen, self.parameters, before[row], dtype)
                 rows.append(output[:, length(self.tail[row]) :])
             truth[dtype] = torch.cat(rows)
-        output = self.operator.step(
-            tokens, self.parameters, state=self.state, **self.rings, **self.cursor, window=self.window, **arguments
-        )
+        arguments = {"folds": folds(self.cursor, count, self.window), **arguments}
+        output = self.operator.step(tokens, self.parameters, state=self.state, **self.rings, **self.cursor, **arguments)
         for row, due in enumerate(self.due(count)):
             if due:
                 self.base[row], self.committed[row] = self.base[row] + self.committed[row], 0
