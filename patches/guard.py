@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from replay_transformers.cache import ReplayCache
+from replay_transformers.patches.attention import REPLAY_FLAG
 from replay_transformers.patches.versions import cache_argument
 
 __all__ = ["guard", "refuse_training", "replay_cache_of"]
@@ -34,7 +35,10 @@ def refuse_training(module: Any, kwargs: dict[str, Any]) -> None:
 
 
 def guard(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A decoder's forward that checks the replay cache it is given, if any, and is the original otherwise."""
+    """A decoder's forward that checks the replay cache it is given, if any, and is the original otherwise.
+
+    With a replay cache it also tells the attention functions of its layers.
+    """
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -42,6 +46,8 @@ def guard(original: Callable[..., Any]) -> Callable[..., Any]:
         if cache is None:
             return original(self, *args, **kwargs)
         refuse_training(self, kwargs)
+        if self.config._attn_implementation == "sdpa":
+            kwargs[REPLAY_FLAG] = True
         if torch.compiler.is_compiling():
             return original(self, *args, **kwargs)
         cache.check_model(self.config)

@@ -160,7 +160,7 @@ def patched_attributes() -> list[tuple[Any, str]]:
 def _apply(patches: _Patches) -> None:
     from transformers.generation import configuration_utils, utils
 
-    from replay_transformers.patches import generate, guard, mixer
+    from replay_transformers.patches import attention, generate, guard, mixer
 
     patches.settings = generate.GenerateSettings(prepare_model=functools.partial(_rebind_instances, patches))
     for name, patch_name in MIXERS.items():
@@ -168,6 +168,9 @@ def _apply(patches: _Patches) -> None:
         patches.replace_forward(name, functools.partial(mixer.divert, patch.replay_forward, patch.geometry))
     for name in DECODERS:
         patches.replace_forward(name, guard.guard)
+        models = importlib.import_module(f"transformers.models.{name[0]}")
+        table = models.ALL_ATTENTION_FUNCTIONS
+        patches.replace(models, "ALL_ATTENTION_FUNCTIONS", attention.ReplayAttentionInterface(table))
 
     mixin = utils.GenerationMixin
     patches.replace(mixin, "generate", generate.wrap_generate(vars(mixin)["generate"], patches.settings))
