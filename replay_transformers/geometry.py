@@ -15,8 +15,8 @@ class LayerGeometry:
         kind: "mamba2", "gated_delta", "attention" or "none" (mlp and expert layers: nothing to cache).
         heads: state-space heads (value heads for Gated DeltaNet); key/value heads of an attention layer.
         groups: heads of ``B``/``C`` (Mamba-2) or key heads (Gated DeltaNet).
-        head_dim: rows of the state per head (``P``, or the value head dimension ``V``).
-        state_dim: columns of the state per head (``N``, or the key head dimension ``K``).
+        head_dim: output channels per head (``P``, or the value head dimension ``V``).
+        state_dim: entries of the state per output channel (``N``, or the key head dimension ``K``).
         conv_kernel: taps of the causal convolution.
     """
 

@@ -1,15 +1,15 @@
 """Plain PyTorch reference of the Gated DeltaNet replay step, its fold, and the scan over a prompt.
 
-The recurrence, per value head (Yang et al. 2024, "Gated Delta Networks"), with ``S`` stored here as ``[V, K]``, one row
-per output channel (transformers stores the transpose ``[K, V]``):
+The recurrence, per value head (Yang et al. 2024, "Gated Delta Networks"), with ``S`` of shape ``[K, V]`` as in
+transformers:
 
-    d_t = beta_t (v_t - exp(g_t) S_{t-1} k_t),   S_t = exp(g_t) S_{t-1} + d_t (x) k_t,   y_t = S_t q_t
+    d_t = beta_t (v_t - exp(g_t) S_{t-1}^T k_t),   S_t = exp(g_t) S_{t-1} + k_t (x) d_t,   y_t = S_t^T q_t
 
 ``k`` and ``q`` are L2-normalised per head and ``q`` is scaled by ``K^-0.5``. Unrolled from a checkpoint ``S0`` with
 ``G_j = g_1 + ... + g_j``:
 
-    d_t = beta_t (v_t - exp(G_t) S0 k_t - sum_{j < t} exp(G_t - G_j) (k_j . k_t) d_j)
-    y_t = exp(G_t) S0 q_t + sum_{j <= t} exp(G_t - G_j) (k_j . q_t) d_j
+    d_t = beta_t (v_t - exp(G_t) S0^T k_t - sum_{j < t} exp(G_t - G_j) (k_j . k_t) d_j)
+    y_t = exp(G_t) S0^T q_t + sum_{j <= t} exp(G_t - G_j) (k_j . q_t) d_j
 
 The ``d`` of a block solve a unit lower-triangular system. Records keep the *inputs* (``k`` and ``v`` after the
 convolution and before normalisation); a fold solves for ``d`` anew against the checkpoint. The ring also keeps each
@@ -23,7 +23,7 @@ or float64 for float64 inputs.
 import torch
 
 from replay_transformers.kernels.decay import at_least_float32, readable, segment_sums, suffix_sums
-from replay_transformers.kernels.heads import by_group, heads_first, read_state, scale_scores
+from replay_transformers.kernels.heads import by_group, heads_first, scale_scores
 from replay_transformers.kernels.ring import gather_records, live_records, record_slots, write_records
 from replay_transformers.kernels.saturate import store_rows
 
@@ -35,6 +35,11 @@ NORM_EPSILON = 1e-6  # inside the square root, as in transformers and flash-line
 def l2_normalise(x: torch.Tensor) -> torch.Tensor:
     """``x / sqrt(sum(x^2) + 1e-6)`` over the last dimension."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPSILON)
+
+
+def _read_state(state: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
+    """States ``[B, Hv, K, V]`` times their key heads' vectors ``[B, Hk, n, K]`` -> ``[B, Hv, n, V]``."""
+    return (vectors[:, :, None] @ by_group(state, vectors.shape[1])).flatten(1, 2)
 
 
 def _solve_deltas(decay: torch.Tensor, keys: torch.Tensor, beta: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -56,7 +61,7 @@ def _next_state(state: torch.Tensor, deltas: torch.Tensor, keys: torch.Tensor, l
     """The state after ``n`` tokens: deltas ``[B, Hv, n, V]``, keys ``[B, Hk, n, K]``, logs ``[B, Hv, n]``."""
     after, total = suffix_sums(logs)
     weighted = deltas * after.exp()[..., None]
-    update = by_group(weighted, keys.shape[1]).transpose(-1, -2) @ keys[:, :, None]
+    update = keys[:, :, None].transpose(-1, -2) @ by_group(weighted, keys.shape[1])
     return state * total.exp()[..., None, None] + update.flatten(1, 2)
 
 
@@ -64,7 +69,7 @@ def _block_deltas(
     state: torch.Tensor, keys: torch.Tensor, v: torch.Tensor, logs: torch.Tensor, beta: torch.Tensor
 ) -> torch.Tensor:
     """``d`` of a block of tokens directly on top of ``state`` (all heads first, compute dtype)."""
-    predicted = read_state(state, keys) * logs.cumsum(-1).exp()[..., None]
+    predicted = _read_state(state, keys) * logs.cumsum(-1).exp()[..., None]
     return _solve_deltas(segment_sums(logs).exp(), keys, beta, v - predicted)
 
 
@@ -81,13 +86,13 @@ def folded_state(
     """The state after the ``count`` oldest records of each row. Nothing is mutated.
 
     Args:
-        state: ``[B, Hv, V, K]``, the checkpoint, any float dtype.
+        state: ``[B, Hv, K, V]``, the checkpoint, any float dtype.
         ring_k: ``[B, Hk, R, K]``; ring_v: ``[B, Hv, R, V]``; ring_g, ring_beta: ``[B, Hv, R]``.
         base: int64 ``[B]``, absolute position of the row's oldest record.
         count: int64 ``[B]``, between 0 and ``R``.
 
     Returns:
-        ``[B, Hv, V, K]`` in float32 (float64 if the records are). Rows with ``count == 0`` equal ``state``
+        ``[B, Hv, K, V]`` in float32 (float64 if the records are). Rows with ``count == 0`` equal ``state``
         in value.
     """
     compute = at_least_float32(ring_k.dtype)
@@ -148,7 +153,7 @@ def replay_step(
         q, k: ``[B, T, Hk, K]`` in the activation dtype, after the convolution and before normalisation.
         v: ``[B, T, Hv, V]``.
         g: ``[B, T, Hv]`` in float32, the log-decay (``<= 0``). beta: ``[B, T, Hv]``.
-        state: ``[B, Hv, V, K]``, the checkpoint, **mutated** only in rows that are due.
+        state: ``[B, Hv, K, V]``, the checkpoint, **mutated** only in rows that are due.
         ring_k: ``[B, Hk, R, K]``, ring_v, ring_d: ``[B, Hv, R, V]``, ring_g,
             ring_beta: ``[B, Hv, R]``, **mutated**: T slots per row.
         base, committed, pending: int64 ``[B]``. ``R >= committed + pending + T`` in every row.
@@ -177,7 +182,7 @@ def replay_step(
     after, total = suffix_sums(past_logs)
     since = logs.cumsum(-1)
     since = torch.cat([since, since], dim=-1)
-    answers = read_state(readable(state, compute), vectors) * (total[..., None] + since).exp()[..., None]
+    answers = _read_state(readable(state, compute), vectors) * (total[..., None] + since).exp()[..., None]
     past_weights = (since[..., :, None] + after[..., None, :]).exp()
     answers = answers + scale_scores(past_weights, vectors @ past_keys.transpose(-1, -2)) @ past_d
 
@@ -206,11 +211,11 @@ def scan(
 
     Args:
         q, k, v, g, beta: as in `replay_step`, any ``T >= 1``.
-        state: ``[B, Hv, V, K]``, the state before the first token.
+        state: ``[B, Hv, K, V]``, the state before the first token.
         chunk_size: tokens per chunk; the result does not depend on it beyond rounding.
 
     Returns:
-        ``(y, state)``: ``[B, T, Hv, V]`` in the dtype of ``q``, and ``[B, Hv, V, K]`` in float32 (or float64).
+        ``(y, state)``: ``[B, T, Hv, V]`` in the dtype of ``q``, and ``[B, Hv, K, V]`` in float32 (or float64).
     """
     compute = at_least_float32(q.dtype)
     queries, keys, values, logs, gain = heads_first(q, k, v, g, beta, dtype=compute)
@@ -222,7 +227,7 @@ def scan(
         part = slice(start, start + chunk_size)
         keys_c, queries_c, logs_c = keys[:, :, part], queries[:, :, part], logs[:, :, part]
         deltas = _block_deltas(state, keys_c, values[:, :, part], logs_c, gain[:, :, part])
-        carried = read_state(state, queries_c) * logs_c.cumsum(-1).exp()[..., None]
+        carried = _read_state(state, queries_c) * logs_c.cumsum(-1).exp()[..., None]
         scores = scale_scores(segment_sums(logs_c).exp(), queries_c @ keys_c.transpose(-1, -2))
         outputs.append(carried + scores @ deltas)
         state = _next_state(state, deltas, keys_c, logs_c)

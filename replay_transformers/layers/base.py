@@ -164,12 +164,15 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
         geometry, slots = self.geometry, self.config.capacity
         conv_slots = slots + geometry.conv_kernel - 1
         self.conv_ring = allocate((rows, conv_slots, geometry.conv_dim), dtype, device)
-        shape = (rows, geometry.heads, geometry.head_dim, geometry.state_dim)
-        self.checkpoint = allocate(shape, self.config.checkpoint_dtype, device)
+        self.checkpoint = allocate((rows, *self._state_shape()), self.config.checkpoint_dtype, device)
         self.rings = {
             name: allocate((rows, heads, slots, *width), ring_dtype, device)
             for name, (heads, width, ring_dtype) in self._ring_shapes(dtype).items()
         }
+
+    def _state_shape(self) -> tuple[int, int, int]:
+        """Shape of one row's state, in transformers' layout."""
+        raise NotImplementedError
 
     def _ring_shapes(self, dtype: torch.dtype) -> dict[str, tuple[int, tuple[int, ...], torch.dtype]]:
         """Rings by name: ``(heads, width of a record per head, dtype)`` for activations in ``dtype``."""

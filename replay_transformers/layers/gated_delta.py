@@ -14,11 +14,13 @@ __all__ = ["GatedDeltaReplayLayer"]
 class GatedDeltaReplayLayer(ReplayLayer):
     """A Gated DeltaNet layer.
 
-    Checkpoint ``[B, Hv, V, K]`` (transformers' layout transposed: one row per output channel, as in Mamba-2); rings
-    ``k [B, Hk, R, K]`` and ``v [B, Hv, R, V]`` in the activation dtype, before normalisation, ``g [B, Hv, R]`` in
-    float32, ``beta [B, Hv, R]`` as the model computes it, and the derived ``d [B, Hv, R, V]`` in the activation
-    dtype (it never enters a fold, so its rounding lives for one window at most).
+    Checkpoint ``[B, Hv, K, V]``; rings ``k [B, Hk, R, K]`` and ``v [B, Hv, R, V]`` in the activation dtype, before
+    normalisation, ``g [B, Hv, R]`` in float32, ``beta [B, Hv, R]`` as the model computes it, and the derived ``d
+    [B, Hv, R, V]`` in the activation dtype (it never enters a fold, so its rounding lives for one window at most).
     """
+
+    def _state_shape(self) -> tuple[int, int, int]:
+        return self.geometry.heads, self.geometry.state_dim, self.geometry.head_dim
 
     def _ring_shapes(self, dtype: torch.dtype) -> dict[str, tuple[int, tuple[int, ...], torch.dtype]]:
         geometry, wide = self.geometry, at_least_float32(dtype)
@@ -58,5 +60,4 @@ class GatedDeltaReplayLayer(ReplayLayer):
 
     def state(self) -> torch.Tensor:
         """The recurrent state ``[B, Hv, K, V]`` as if updated eagerly, uncommitted tokens included. Changes nothing."""
-        state = gated_delta.folded_state(self.checkpoint, *self._records(), **self._everything())
-        return state.transpose(-1, -2).contiguous()
+        return gated_delta.folded_state(self.checkpoint, *self._records(), **self._everything())

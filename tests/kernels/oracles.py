@@ -53,15 +53,15 @@ def gated_delta(
     state: torch.Tensor,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``d_t = beta_t (v_t - exp(g_t) S_{t-1} k_t)``, ``S_t = exp(g_t) S_{t-1} + d_t (x) k_t``, ``y_t = S_t q_t``.
+    """``d_t = beta_t (v_t - exp(g_t) S_{t-1}^T k_t)``, ``S_t = exp(g_t) S_{t-1} + k_t (x) d_t``, ``y_t = S_t^T q_t``.
 
     ``k`` and ``q`` are divided by ``sqrt(sum of squares + 1e-6)``, and ``q`` by ``sqrt(K)`` as well.
 
     Args:
-        q, k: ``[rows, T, Hk, K]``; v: ``[rows, T, Hv, V]``; g, beta: ``[rows, T, Hv]``; state: ``[rows, Hv, V, K]``.
+        q, k: ``[rows, T, Hk, K]``; v: ``[rows, T, Hv, V]``; g, beta: ``[rows, T, Hv]``; state: ``[rows, Hv, K, V]``.
 
     Returns:
-        ``[rows, T, Hv, V]`` and ``[rows, Hv, V, K]``.
+        ``[rows, T, Hv, V]`` and ``[rows, Hv, K, V]``.
     """
     q, k, v, g, beta, state = (tensor.to(dtype) for tensor in (q, k, v, g, beta, state))
     heads = v.shape[2]
@@ -70,11 +70,11 @@ def gated_delta(
     for t in range(v.shape[1]):
         key = k[:, t] / (k[:, t].square().sum(-1, keepdim=True) + 1e-6).sqrt()
         query = q[:, t] / (q[:, t].square().sum(-1, keepdim=True) + 1e-6).sqrt() / math.sqrt(q.shape[-1])
-        key, query = key[:, key_head, None, :], query[:, key_head, None, :]
+        key, query = key[:, key_head, :, None], query[:, key_head, :, None]
         decayed = g[:, t].exp()[..., None, None] * state
-        delta = beta[:, t, :, None] * (v[:, t] - (decayed * key).sum(-1))
-        state = decayed + delta[..., None] * key
-        outputs[:, t] = (state * query).sum(-1)
+        delta = beta[:, t, :, None] * (v[:, t] - (decayed * key).sum(-2))
+        state = decayed + key * delta[..., None, :]
+        outputs[:, t] = (state * query).sum(-2)
     return outputs, state
 
 

@@ -56,7 +56,7 @@ def prepared(operator: Operator) -> tuple[dict[str, Any], dict[str, torch.Tensor
     sources = {"x": "x", "b": "B", "dt": "dt", "k": "k", "v": "v", "g": "g", "beta": "beta", "d": "v"}
     for name, ring in rings.items():
         ring.copy_(history[sources[name.removeprefix("ring_")]].transpose(1, 2))
-    state = torch.randn(2, geometry.heads, geometry.head_dim, geometry.state_dim, dtype=torch.float64)
+    state = torch.randn(2, *operator.state_shape(geometry), dtype=torch.float64)
     return {**tokens, **parameters}, rings, {"state": state}
 
 

@@ -33,7 +33,7 @@ def state_errors(operator: Operator, checkpoint: str, tokens: Tensors, parameter
             cursor.begin(1, 1, torch.device("cpu"))
             layer.step(*part(piece, step, step + 1).values(), *parameters.values())
         _, truth = operator.oracle(piece, parameters, truth)
-        state = layer.state() if operator.name == "mamba2" else layer.state().transpose(-1, -2)
+        state = layer.state()
         errors.append(((state - truth).norm() / truth.norm()).item())
     return errors
 
@@ -47,7 +47,7 @@ def test_the_state_drifts_no_faster_than_eager_decoding(operator: Operator) -> N
     slow.mul_(0.005)  # so little is forgotten that errors add up
     every = STEPS // REPORTS
     errors = state_errors(operator, "float32", tokens, parameters, every)
-    state = torch.zeros(1, GEOMETRY.heads, GEOMETRY.head_dim, GEOMETRY.state_dim)
+    state = torch.zeros(1, *operator.state_shape(GEOMETRY))
     eager, truth, eager_errors = state, state.double(), []
     for start in range(0, STEPS, every):
         piece = part(tokens, start, start + every)

@@ -50,6 +50,10 @@ class Operator:
         """Random tokens: activations in ``dtype``, log-decays in float32 or wider."""
         raise NotImplementedError
 
+    def state_shape(self, geometry: Geometry) -> tuple[int, int, int]:
+        """Of one row's state."""
+        return geometry.heads, geometry.head_dim, geometry.state_dim
+
     def parameters(self, geometry: Geometry, dtype: torch.dtype = torch.float64) -> Tensors:
         """The layer's own tensors, beside its tokens."""
         return {}
@@ -117,6 +121,9 @@ class GatedDelta(Operator):
     name = "gated_delta"
     ring_names = ("ring_k", "ring_v", "ring_g", "ring_beta")
     log_decay = "g"
+
+    def state_shape(self, geometry: Geometry) -> tuple[int, int, int]:
+        return geometry.heads, geometry.state_dim, geometry.head_dim
 
     def draw(self, rows: int, count: int, geometry: Geometry, dtype: torch.dtype = torch.float64) -> Tensors:
         wide = torch.promote_types(torch.float32, dtype)

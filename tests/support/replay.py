@@ -40,7 +40,7 @@ class Replay:
         nothing = operator.draw(self.rows, 0, geometry, dtype)
         self.rings = operator.rings(nothing, self.capacity)
         wide = torch.promote_types(torch.float32, dtype)
-        self.state = torch.randn(self.rows, geometry.heads, geometry.head_dim, geometry.state_dim).to(wide)
+        self.state = torch.randn(self.rows, *operator.state_shape(geometry)).to(wide)
         self.base, self.committed, self.pending = list(first), [0] * self.rows, [0] * self.rows
         # per row: tokens not committed yet, and per dtype the state before them
         self.tail = [part({n: t[row : row + 1] for n, t in nothing.items()}, 0, 0) for row in range(self.rows)]
