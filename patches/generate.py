@@ -1,15 +1,19 @@
 """`generate(cache_implementation="replay" | "replay_static")`: builds, pools and checks the caches of a call."""
 
 import functools
+import gc
 import sys
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from replay_transformers.cache import ReplayCache
 from replay_transformers.config import ReplayConfig
 from replay_transformers.geometry import FAMILIES, layer_geometries, text_config
+from replay_transformers.patches.capture import with_own_backend
 from replay_transformers.patches.pool import CachePool
 from replay_transformers.patches.versions import cache_argument, generate_cache_name
 
@@ -57,6 +61,8 @@ def wrap_generate(original: Callable[..., Any], settings: GenerateSettings) -> C
             model, key, cache = borrowed.pop()
             # any reference beyond the variable and this argument is somebody who may still use the cache: the result,
             # a generator that has yet to run, a hook that kept a forward's output
+            if sys.getrefcount(cache) > 2 and cache.is_compileable and isinstance(result, torch.Tensor):
+                gc.collect()  # a compiler that traced this call leaves cycles; a new cache would mean new graphs
             if sys.getrefcount(cache) <= 2:
                 settings.pool.give_back(model, key, cache)
         return result
@@ -83,6 +89,7 @@ def wrap_prepare_cache(original: Callable[..., Any], settings: GenerateSettings)
         if isinstance(users_cache, ReplayCache):
             _check_users_cache(self, users_cache, generation_config, max_cache_length)
             settings.prepare_model(self)
+            generation_config.compile_config = with_own_backend(generation_config.compile_config)
             return original(self, generation_config, model_kwargs, *rest, **kwargs)
         name = generation_config.cache_implementation
         if name is None and settings.default and users_cache is None and _is_supported(self):
@@ -95,6 +102,7 @@ def wrap_prepare_cache(original: Callable[..., Any], settings: GenerateSettings)
             max_cache_length = max(max_cache_length, generation_config.max_cache_len)
         cache = _borrow(self, settings, generation_config, rows, max_cache_length if name == STATIC_NAME else None)
         settings.prepare_model(self)
+        generation_config.compile_config = with_own_backend(generation_config.compile_config)
         if generation_config.is_assistant:
             cache.activate_past_recording()
         model_kwargs[generate_cache_name()] = cache

@@ -1,0 +1,110 @@
+"""Decode steps as CUDA graphs without inductor: what `CompileConfig(backend="cudagraphs")` means on a replay cache.
+
+torch's own backend of that name works on functionalised graphs. These copy every buffer of the cache that a step
+writes, and are not captured because they write. Here dynamo's graph, which still writes in place, is captured as it is.
+"""
+
+import copy
+import functools
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["cuda_graphs", "with_own_backend"]
+
+logger = logging.getLogger(__name__)
+
+BACKEND = "cudagraphs"
+
+Function = Callable[..., Sequence[Any]]
+
+
+def with_own_backend(compile_config: Any) -> Any:
+    """A copy of this `CompileConfig` that compiles with `cuda_graphs`, if it asks for CUDA graphs without inductor."""
+    if compile_config is None or compile_config.backend != BACKEND:
+        return compile_config
+    compile_config = copy.copy(compile_config)
+    compile_config.backend, compile_config.mode, compile_config.options = cuda_graphs, None, None
+    return compile_config
+
+
+def cuda_graphs(graph_module: torch.fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Function:
+    """A backend of dynamo: the graph's first call runs as it is, the second one is captured, later ones are replays."""
+    return _Step(graph_module)
+
+
+class _Step:
+    """One compiled graph.
+
+    Capturing executes nothing, so the state of a cache advances once per call whatever the call does: the first call is
+    the warm-up that compiles kernels and sets up libraries, and a real step; the second captures, then replays.
+
+    Inputs that dynamo says keep their addresses (weights, buffers of the cache) are read and written where they are.
+    All others (token ids, positions, masks) are copied into buffers. Outputs are copies and stay valid.
+    """
+
+    def __init__(self, function: Function) -> None:
+        self.function = function
+        self.warm = False
+        self.addresses: list[int] = []  # of the inputs that are used where they are, at the time of the capture
+        self.buffers: list[torch.Tensor] = []  # for the other ones
+        self.outputs: Sequence[Any] = ()
+        self.replay: Callable[[], None] | None = None
+        self.lock = threading.Lock()
+
+    def __call__(self, *inputs: Any) -> Sequence[Any]:
+        if not is_capturable(inputs):
+            return self.function(*inputs)
+        with self.lock:
+            if not self.warm:
+                self.warm = True
+                return self.function(*inputs)
+            fixed = [value.data_ptr() for value in inputs if _keeps_address(value)]
+            moving = [value for value in inputs if not _keeps_address(value)]
+            if self.replay is None or fixed != self.addresses:
+                self._capture(inputs, fixed, moving)
+            assert self.replay is not None
+            for buffer, value in zip(self.buffers, moving, strict=True):
+                buffer.copy_(value)
+            self.replay()
+            return tuple(value.clone() if isinstance(value, torch.Tensor) else value for value in self.outputs)
+
+    def _capture(self, inputs: Sequence[Any], fixed: list[int], moving: list[torch.Tensor]) -> None:
+        self.replay, self.outputs = None, ()  # free the memory of an older graph
+        with torch.inference_mode(False), torch.no_grad():
+            self.buffers = [torch.empty_like(value).copy_(value) for value in moving]
+        buffers = iter(self.buffers)
+        operands = [value if _keeps_address(value) else next(buffers) for value in inputs]
+        self.outputs, self.replay = record(self.function, operands)
+        self.addresses = fixed
+        logger.debug("captured a CUDA graph with %d copied inputs", len(moving))
+
+
+def record(function: Function, inputs: Sequence[torch.Tensor]) -> tuple[Sequence[Any], Callable[[], None]]:
+    """Capture ``function(*inputs)`` without executing it; its outputs-to-be, and what executes it."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(inputs[0].device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        outputs = function(*inputs)
+    return outputs, graph.replay
+
+
+def is_capturable(inputs: Sequence[Any]) -> bool:
+    """Whether all inputs are tensors on one GPU and nobody else is capturing."""
+    if not inputs or not all(isinstance(value, torch.Tensor) for value in inputs):
+        return False
+    if inputs[0].device.type == "cuda" and len({value.device for value in inputs}) == 1:
+        return not torch.cuda.is_current_stream_capturing()
+    _say_once()
+    return False
+
+
+@functools.cache
+def _say_once() -> None:
+    logger.warning("CUDA graphs need all tensors of a step on one GPU: running without them")
+
+
+def _keeps_address(value: torch.Tensor) -> bool:
+    return isinstance(value, torch.nn.Parameter) or getattr(value, "_dynamo_static_input_type", None) is not None
