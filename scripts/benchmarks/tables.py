@@ -1,0 +1,96 @@
+"""Tables from the JSON of the benchmarks, for the terminal and as markdown."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.table import Table
+
+Cells = dict[str, dict[str, Any]]
+
+KERNEL_COLUMNS = (
+    "model", "batch", "eager us", "checkpoint", "T", "plain us", "p20-p80", "with folds", "flush us", "spread us",
+    "amortised", "speed-up", "of read ceiling",
+)  # fmt: skip
+GENERATE_COLUMNS = (
+    "model", "batch", "prompt", "configuration", "step ms", "p50", "p99", "tokens/s", "prefill ms", "first call s",
+    "peak GiB", "logit error",
+)  # fmt: skip
+
+
+def kernel_rows(cells: Cells) -> Iterable[list[str]]:
+    """One row per replay step; a cell without any has one for its baseline."""
+    for cell in cells.values():
+        eager = cell["eager"]["p50"]
+        head = [cell["preset"], str(cell["batch"]), f"{eager:.1f}"]
+        if not cell["replay"]:
+            yield [*head, *["-"] * 8, "1.00", f"{cell['eager']['share_of_ceiling']:.1%}"]
+        for name, step in cell["replay"].items():
+            tokens, checkpoint = name.split("/")
+            plain, spread = step["plain"], step.get("spread")
+            yield [
+                *head,
+                checkpoint,
+                tokens[1:],
+                f"{plain['p50']:.1f}",
+                f"{plain['p20']:.1f}-{plain['p80']:.1f}",
+                f"{step['plain_with_folds']['p50']:.1f}",
+                f"{step['flush']['p50']:.1f}",
+                f"{spread['p50']:.1f}" if spread else "-",
+                f"{step['amortised']:.1f}",
+                f"{speed_up(cell, name):.2f}",
+                f"{step['share_of_ceiling']:.1%}",
+            ]
+
+
+def speed_up(cell: dict[str, Any], name: str) -> float:
+    """How many times faster than eager decoding of the same number of tokens the amortised step is."""
+    step = cell["replay"][name]
+    tokens = int(name.split("/")[0][1:])
+    return float(tokens * cell["eager"]["p50"] / step["amortised"])
+
+
+def generate_rows(cells: Cells) -> Iterable[list[str]]:
+    """One row per cell; a cell without a time says why."""
+    for cell in cells.values():
+        name = cell["preset"] if cell.get("is_whole", True) else f"{cell['preset']} ({cell['layers']} layers)"
+        head = [name, str(cell["batch"]), str(cell["prompt"]), cell["configuration"]]
+        if cell["status"] != "measured":
+            yield [*head, cell["status"], *["-"] * 7]
+            continue
+        error = cell.get("logit_error")
+        yield [
+            *head,
+            f"{cell['step_ms']:.2f}",
+            f"{cell['step_p50_ms']:.2f}",
+            f"{cell['step_p99_ms']:.2f}",
+            f"{1e3 * cell['batch'] / cell['step_ms']:,.0f}",
+            f"{cell['prefill_ms']:.0f}",
+            f"{cell['first_call_s']:.1f}",
+            f"{cell['peak_gib']:.1f}",
+            "-" if error is None else f"{error:.3f}",
+        ]
+
+
+def as_table(columns: Iterable[str], rows: Iterable[list[str]]) -> Table:
+    """For the terminal."""
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def as_markdown(columns: Iterable[str], rows: Iterable[list[str]]) -> str:
+    """For a README."""
+    columns = list(columns)
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def kernel_table(cells: Cells) -> Table:
+    """The kernel benchmark."""
+    return as_table(KERNEL_COLUMNS, kernel_rows(cells))
+
+
+def generate_table(cells: Cells) -> Table:
+    """The generate benchmark."""
+    return as_table(GENERATE_COLUMNS, generate_rows(cells))
