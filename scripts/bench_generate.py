@@ -1,0 +1,166 @@
+"""Time whole decode steps through `model.generate`, with random weights, on a GPU.
+
+Stock transformers with a dynamic and with a static cache, against replay caches. Logits are compared with the dynamic
+cache's, on the same tokens, before a cell is timed. Results go to a JSON file after every cell; cells that are already
+in it are skipped.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from benchmarks.generate_cells import (
+    SHAPES,
+    Cell,
+    Expected,
+    Settings,
+    all_cells,
+    clean_up,
+    expected_output,
+    is_out_of_memory,
+    measure_cell,
+)
+from benchmarks.presets import Preset, chosen_presets
+from benchmarks.results import Budget, Results, default_path, environment
+from benchmarks.stock import functions_called, provide_mamba_ssm, require_fast
+from benchmarks.tables import generate_table
+from benchmarks.weights import assert_usable, build_model
+from rich.console import Console
+from rich.markup import escape
+
+console = Console(width=160)
+
+
+def main(
+    preset: Annotated[list[str] | None, typer.Option(help="Model to measure; by default the four large ones.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Measure cells whose key has this in it, for example 'static/b256/p64'.")
+    ] = None,
+    shape: Annotated[
+        list[str] | None, typer.Option(help=f"BATCHxPROMPT, for example 256x64; by default {SHAPES}.")
+    ] = None,
+    cells: Annotated[bool, typer.Option("--cells", help="List the cells and stop.")] = False,
+    output: Annotated[Path | None, typer.Option(help="JSON file; by default results/generate-<gpu>.json.")] = None,
+    redo: Annotated[bool, typer.Option(help="Measure cells anew that are already in the file.")] = False,
+    minutes: Annotated[float | None, typer.Option(help="Stop before this much time has passed.")] = None,
+    weights_gib: Annotated[float, typer.Option(help="Memory for weights; larger models lose their last layers.")] = 60,
+    mamba_ssm_source: Annotated[
+        Path | None, typer.Option(help="Folder mamba_ssm of mamba-ssm's sources, for stock Nemotron-H.")
+    ] = None,
+    allow_slow_stock: Annotated[bool, typer.Option(help="Do not insist on stock's fast kernels.")] = False,
+    checkpoint: Annotated[str, typer.Option(help="Precision of the replay caches' state.")] = "float32",
+    short: Annotated[int, typer.Option(help="New tokens of the shorter timed call.", min=2)] = Settings.short,
+    long: Annotated[int, typer.Option(help="New tokens of the longer one.", min=4)] = Settings.long,
+    tolerance: Annotated[float, typer.Option(help="Largest error of logits.")] = Settings.tolerance,
+    device: Annotated[str, typer.Option(help="cuda; cpu only to try the script with a tiny preset.")] = "cuda",
+    dtype: Annotated[str, typer.Option(help="Of weights and activations.")] = "bfloat16",
+) -> None:
+    """Check and time every cell that is missing."""
+    shapes = [parse_shape(text) for text in shape] if shape else list(SHAPES)
+    planned = all_cells(chosen_presets(preset), shapes, only, checkpoint)
+    results, budget = Results(output or default_path("generate"), redo=redo), Budget(minutes)
+    if cells:
+        for cell in planned:
+            console.print(f"{cell.key}  {results.cells.get(cell.key, {}).get('status', 'to do')}", highlight=False)
+        return
+    if mamba_ssm_source is not None:
+        provide_mamba_ssm(mamba_ssm_source)
+    settings = Settings(
+        short=short,
+        long=long,
+        tolerance=tolerance,
+        check_kernels=device == "cuda" and not allow_slow_stock,
+    )
+    run = Run(settings, results, budget, environment(), allow_slow_stock)
+    for chosen in dict.fromkeys(cell.preset for cell in planned if results.needs(cell.key)):
+        missing = [cell for cell in planned if cell.preset == chosen and results.needs(cell.key)]
+        model, layers = build(chosen, device, int(weights_gib * 2**30), getattr(torch, dtype))
+        if not run.measure_preset(model, chosen, layers, missing):
+            break
+        del model
+    names = {cell.key for cell in planned}
+    console.print(generate_table({key: cell for key, cell in results.cells.items() if key in names}))
+    console.print(f"written to {results.path}")
+    if run.failed:
+        raise typer.Exit(1)
+
+
+def parse_shape(text: str) -> tuple[int, int]:
+    """``BATCHxPROMPT``."""
+    batch, _, prompt = text.partition("x")
+    if not (batch.isdigit() and prompt.isdigit()):
+        raise ValueError(f"--shape must be BATCHxPROMPT, for example 256x64, got {text!r}")
+    return int(batch), int(prompt)
+
+
+def build(preset: Preset, device: str, weight_bytes: int, dtype: torch.dtype) -> tuple[Any, int]:
+    """The model and its number of layers, announced."""
+    model, layers = build_model(preset, device, weight_bytes=weight_bytes, dtype=dtype)
+    assert_usable(model)
+    whole = len(preset.geometries())
+    note = "" if layers == whole else f": the first {layers} of {whole} layers, the weights of all do not fit"
+    console.print(f"{preset.name}{note}")
+    return model, layers
+
+
+class Run:
+    """What the cells of a run share.
+
+    Args:
+        where: the environment.
+        allow_slow_stock: time stock on whatever it runs on.
+    """
+
+    def __init__(
+        self, settings: Settings, results: Results, budget: Budget, where: dict[str, Any], allow_slow_stock: bool
+    ):
+        self.settings, self.results, self.budget, self.where = settings, results, budget, where
+        self.allow_slow_stock = allow_slow_stock
+        self.failed: list[str] = []
+
+    def measure_preset(self, model: Any, preset: Preset, layers: int, missing: list[Cell]) -> bool:
+        """Measure one model's cells; False if the time is up."""
+        stock = functions_called(model) if self.allow_slow_stock else require_fast(model)
+        console.print(f"stock calls {stock}")
+        facts = {"layers": layers, "is_whole": layers == len(preset.geometries()), "stock_functions": stock}
+        expected: dict[tuple[int, int], Expected | None] = {}
+        for cell in missing:
+            if not self.budget.has_room():
+                console.print(f"stopped before {cell.key}: the time is up; run again to continue")
+                return False
+            place = cell.batch, cell.prompt
+            if place not in expected:
+                expected = {place: self.expect(model, cell)}
+            self.measure(model, cell, expected[place], facts)
+        return True
+
+    def expect(self, model: Any, cell: Cell) -> Expected | None:
+        """The dynamic cache's output, or None where it does not fit; the other cells are then not checked."""
+        try:
+            return expected_output(model, cell.batch, cell.prompt, self.settings.checked)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        clean_up(model)
+        console.print(f"{cell.key}: the dynamic cache does not fit, logits are not checked")
+        return None
+
+    def measure(self, model: Any, cell: Cell, expected: Expected | None, facts: dict[str, Any]) -> None:
+        """Measure a cell and store it; one that raises is reported and left out, so that a later run tries again."""
+        try:
+            record = measure_cell(model, cell, self.settings, expected)
+        except Exception as error:
+            console.print(f"[red]{escape(cell.key)}: {type(error).__name__}[/red] {escape(str(error)[:1000])}")
+            self.failed.append(cell.key)
+            clean_up(model)
+            return
+        if record["status"].startswith("wrong"):
+            self.failed.append(cell.key)
+        self.results.put(cell.key, {**record, **facts}, self.where)
+        step = f", {record['step_ms']:.2f} ms a step" if "step_ms" in record else ""
+        console.print(f"{cell.key}: {record['status']}{step}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,203 @@
+"""One cell of the generate benchmark: a model, a configuration, a batch size and a prompt length."""
+
+import contextlib
+import fnmatch
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import replay_transformers as rt
+
+from .generate_steps import StepRecorder, run_generate
+from .presets import Preset
+from .stock import require_kernel
+from .timing import quantile
+
+# name -> arguments of `generate`. On a GPU transformers compiles the fixed ones by itself, with CUDA graphs.
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "dynamic": {},
+    "static": {"cache_implementation": "static"},
+    "replay": {"cache_implementation": "replay"},
+    "replay_static": {"cache_implementation": "replay_static"},
+    # the same runner writing the state at every step: what is left of the gain is not the method's
+    "replay_static_window_1": {"cache_implementation": "replay_static", "cache_config": {"window": 1}},
+}
+STOCK = ("dynamic", "static")
+FIXED_SHAPES = ("static", "replay_static", "replay_static_window_1")
+SHAPES = ((1, 64), (8, 64), (32, 64), (256, 64), (8, 4096), (8, 32768))
+MODEL_STATE = ("_compiled_call", "_last_compile_config", "_previous_max_cache_length")  # what `generate` leaves behind
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is measured."""
+
+    preset: Preset
+    configuration: str
+    batch: int
+    prompt: int
+    checkpoint: str = "float32"
+
+    @property
+    def key(self) -> str:
+        """Its name in the results."""
+        return f"{self.preset.name}/{self.label}/b{self.batch}/p{self.prompt}"
+
+    @property
+    def label(self) -> str:
+        """The configuration, with the precision of a replay cache's state where that is not float32."""
+        is_default = self.configuration in STOCK or self.checkpoint == "float32"
+        return self.configuration if is_default else f"{self.configuration}@{self.checkpoint}"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is the same in all cells.
+
+    Args:
+        short, long: new tokens of the two timed calls; their difference is a multiple of the window, so that every
+            phase of it counts alike.
+        checked: tokens over which logits are compared with the dynamic cache's; more than a window.
+        tolerance: largest error of the logits, relative to their spread. Rounding in bfloat16 makes up to 0.25 of it in
+            a model of 32 layers with random weights; a lost state makes more than 1.
+        check_kernels: profile stock and raise unless its fast kernels run.
+    """
+
+    short: int = 17
+    long: int = 81
+    checked: int = 20
+    tolerance: float = 0.5
+    check_kernels: bool = True
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Greedy tokens of the dynamic cache ``[B, steps]``, and some rows' logits ``[steps, rows, vocabulary]``."""
+
+    tokens: torch.Tensor
+    logits: torch.Tensor
+
+
+def all_cells(
+    presets: list[Preset], shapes: list[tuple[int, int]], only: list[str] | None, checkpoint: str = "float32"
+) -> list[Cell]:
+    """Every combination that a pattern of ``only`` matches, all configurations of a shape next to each other."""
+    cells = [
+        Cell(preset, configuration, batch, prompt, checkpoint)
+        for preset in presets
+        for batch, prompt in shapes
+        for configuration in CONFIGURATIONS
+    ]
+    return [cell for cell in cells if not only or any(fnmatch.fnmatch(cell.key, f"*{pattern}*") for pattern in only)]
+
+
+def prompt_ids(model: Any, batch: int, length: int) -> torch.Tensor:
+    """Random tokens, the same for every configuration."""
+    generator = torch.Generator().manual_seed(length)
+    ids = torch.randint(1, model.config.vocab_size, (batch, length), generator=generator)
+    return ids.to(model.device)
+
+
+def checked_rows(batch: int) -> list[int]:
+    """The first and the last row."""
+    return sorted({0, batch - 1})
+
+
+def expected_output(model: Any, batch: int, prompt: int, steps: int) -> Expected:
+    """What stock decoding with a dynamic cache gives; patches must be off."""
+    recorder = StepRecorder(model.device, checked_rows(batch))
+    _, output = run_generate(model, prompt_ids(model, batch, prompt), steps, recorder)
+    expected = Expected(output[:, prompt:].clone(), torch.stack(recorder.logits))
+    clean_up(model)
+    return expected
+
+
+def measure_cell(model: Any, cell: Cell, settings: Settings, expected: Expected | None) -> dict[str, Any]:
+    """Check, then time; what does not fit into memory says so in ``status``, and so does a failed check."""
+    record: dict[str, Any] = {
+        "preset": cell.preset.name,
+        "configuration": cell.label,
+        "batch": cell.batch,
+        "prompt": cell.prompt,
+        "status": "measured",
+    }
+    try:
+        with _patches(cell):
+            record |= _measure(model, cell, settings, expected)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        record["status"] = "does not fit"
+    clean_up(model)
+    return record
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Also where the compiler wrapped the error in one of its own."""
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
+
+
+def clean_up(model: Any) -> None:
+    """Forget compiled code, graphs and caches."""
+    for name in MODEL_STATE:
+        model.__dict__.pop(name, None)
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def _patches(cell: Cell) -> Iterator[None]:
+    with contextlib.nullcontext() if cell.configuration in STOCK else rt.enable():
+        yield
+
+
+def _arguments(cell: Cell, settings: Settings) -> dict[str, Any]:
+    arguments = dict(CONFIGURATIONS[cell.configuration])
+    if cell.configuration in FIXED_SHAPES:
+        arguments["max_cache_len"] = cell.prompt + settings.long
+    if cell.configuration not in STOCK:
+        arguments["cache_config"] = {"checkpoint": cell.checkpoint, **arguments.get("cache_config", {})}
+    return arguments
+
+
+def _measure(model: Any, cell: Cell, settings: Settings, expected: Expected | None) -> dict[str, Any]:
+    ids, arguments = prompt_ids(model, cell.batch, cell.prompt), _arguments(cell, settings)
+    device = model.device
+    checker = StepRecorder(device, checked_rows(cell.batch), None if expected is None else expected.tokens)
+    first_call, _ = run_generate(model, ids, settings.checked, checker, **arguments)
+    record: dict[str, Any] = {"first_call_s": round(first_call, 3), "logit_error": None}
+    if expected is not None:
+        record["logit_error"] = round(logit_error(torch.stack(checker.logits), expected.logits), 4)
+        if not record["logit_error"] <= settings.tolerance:
+            return {**record, "status": f"wrong: logits differ by {record['logit_error']:.0%}"}
+    if cell.configuration in STOCK and settings.check_kernels:
+        require_kernel(model, lambda: run_generate(model, ids, 4, StepRecorder(device), **arguments))
+    run_generate(model, ids, settings.short, StepRecorder(device), **arguments)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    short, _ = run_generate(model, ids, settings.short, StepRecorder(device), **arguments)
+    recorder = StepRecorder(device)
+    long, _ = run_generate(model, ids, settings.long, recorder, **arguments)
+    prefill, *steps = recorder.milliseconds()
+    timed = steps[len(steps) - (settings.long - settings.short) :][: settings.long - settings.short]
+    times = {
+        "step_ms": sum(timed) / len(timed),
+        "step_p50_ms": quantile(timed, 0.5),
+        "step_p99_ms": quantile(timed, 0.99),
+        "step_by_difference_ms": 1e3 * (long - short) / (settings.long - settings.short),
+        "prefill_ms": prefill,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0,
+    }
+    return {**record, **{name: round(value, 4) for name, value in times.items()}}
+
+
+def logit_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """The largest step's error, relative to the spread of its logits: about 1.4 for unrelated ones."""
+    centred = want - want.mean(-1, keepdim=True)
+    error = (got - want).flatten(1).norm(dim=1) / centred.flatten(1).norm(dim=1)
+    return float("inf") if torch.isnan(error).any() else float(error.max())
