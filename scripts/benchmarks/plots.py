@@ -1,0 +1,111 @@
+"""Plots of the benchmarks' JSON."""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+from .summary import GENERATE_ORDER, ordered
+from .tables import Cells, speed_up
+
+plt.rcParams.update({"font.size": 10, "svg.hashsalt": "replay", "axes.spines.top": False, "axes.spines.right": False})
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # told apart by the colour-blind
+MARKERS = "osD^vP"
+STYLES = {"t1/float32": "-", "t1/bfloat16": "--"}
+
+
+def _by_preset(cells: Cells) -> dict[str, list[dict[str, Any]]]:
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for cell in ordered(cells, "batch"):
+        groups.setdefault(cell["preset"], []).append(cell)
+    return groups
+
+
+def _batch_axis(axes: Axes, batches: list[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(batches, [str(batch) for batch in batches])
+    axes.set_xticks([], minor=True)
+    axes.set_xlabel("batch size")
+    axes.grid(axis="y", color="#dddddd")
+
+
+def _save(figure: Any, path: Path, where: str) -> Path:
+    figure.text(0.99, 0.005, where, ha="right", va="bottom", fontsize=7, color="#666666")
+    figure.tight_layout(rect=(0, 0.02, 1, 1))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    plt.close(figure)
+    return path
+
+
+def plot_speed_up(cells: Cells, path: Path, where: str) -> Path:
+    """Amortised single-token step against the tuned eager update."""
+    figure, axes = plt.subplots(figsize=(8, 4.5))
+    for index, (preset, group) in enumerate(_by_preset(cells).items()):
+        for name, style in STYLES.items():
+            points = [(cell["batch"], speed_up(cell, name)) for cell in group if name in cell["replay"]]
+            if points:
+                label = f"{preset}, {name.split('/')[1]}"
+                axes.plot(*zip(*points, strict=True), style, color=COLOURS[index], marker=MARKERS[index], label=label)
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("times as fast as the eager update")
+    axes.set_title("One layer's decode step, flushes included")
+    _batch_axis(axes, sorted({cell["batch"] for cell in cells.values()}))
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    return _save(figure, path, where)
+
+
+def plot_bandwidth(cells: Cells, path: Path, where: str) -> Path:
+    """How much of the read ceiling the baseline and a plain step reach."""
+    figure, axes = plt.subplots(figsize=(8, 4.5))
+    for index, (preset, group) in enumerate(_by_preset(cells).items()):
+        look: dict[str, Any] = {"color": COLOURS[index], "marker": MARKERS[index]}
+        batches = [cell["batch"] for cell in group]
+        eager = [100 * cell["eager"]["share_of_ceiling"] for cell in group]
+        axes.plot(batches, eager, ":", label=f"{preset}, eager", **look)
+        points = [
+            (cell["batch"], 100 * cell["replay"]["t1/float32"]["share_of_ceiling"])
+            for cell in group
+            if "t1/float32" in cell["replay"]
+        ]
+        if points:
+            axes.plot(*zip(*points, strict=True), "-", label=f"{preset}, replay", **look)
+    axes.axhline(100, color="black", linewidth=0.8)
+    axes.set_ylim(0, 105)
+    axes.set_ylabel("% of the read ceiling")
+    axes.set_title("Bytes of state and ring moved per second, float32 state")
+    _batch_axis(axes, sorted({cell["batch"] for cell in cells.values()}))
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    return _save(figure, path, where)
+
+
+def plot_generate(cells: Cells, path: Path, where: str) -> Path:
+    """Milliseconds per step of `generate` by batch size, one panel per model, shortest prompt."""
+    shortest = min(cell["prompt"] for cell in cells.values())
+    groups = _by_preset({key: cell for key, cell in cells.items() if cell["prompt"] == shortest})
+    columns = min(2, len(groups))
+    rows = -(-len(groups) // columns)
+    figure, panels = plt.subplots(rows, columns, figsize=(4.6 * columns, 3.6 * rows), squeeze=False)
+    for axes in panels.flat[len(groups) :]:
+        axes.set_visible(False)
+    for axes, (preset, group) in zip(panels.flat, groups.items(), strict=False):
+        for index, name in enumerate(GENERATE_ORDER):
+            points = [(c["batch"], c["step_ms"]) for c in group if c["configuration"] == name and "step_ms" in c]
+            if points:
+                look: dict[str, Any] = {"color": COLOURS[index], "marker": MARKERS[index]}
+                axes.plot(*zip(*points, strict=True), label=name, **look)
+        first = group[0]
+        axes.set_title(preset if first.get("is_whole", True) else f"{preset}, {first['layers']} layers", fontsize=10)
+        axes.set_ylabel("ms per step")
+        axes.set_ylim(bottom=0)
+        _batch_axis(axes, sorted({cell["batch"] for cell in group}))
+    panels.flat[0].legend(frameon=False, fontsize=8)
+    figure.suptitle(f"One decode step of generate, prompt of {shortest}", fontsize=11)
+    return _save(figure, path, where)

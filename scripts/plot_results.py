@@ -1,0 +1,63 @@
+"""Plot the benchmarks' JSON into docs/ and print tables in markdown."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from benchmarks.plots import plot_bandwidth, plot_generate, plot_speed_up
+from benchmarks.results import RESULTS, ROOT
+from benchmarks.summary import GENERATE_SUMMARY, KERNEL_SUMMARY, generate_summary, kernel_summary
+from benchmarks.tables import as_markdown
+
+
+def main(
+    kernels: Annotated[Path | None, typer.Option(help="By default the newest results/kernels-*.json.")] = None,
+    generate: Annotated[Path | None, typer.Option(help="By default the newest results/generate-*.json.")] = None,
+    output: Annotated[Path, typer.Option(help="Folder of the plots.")] = ROOT / "docs",
+    suffix: Annotated[str, typer.Option(help="svg or png.")] = "svg",
+) -> None:
+    """Draw what there are results for."""
+    for benchmark, path in (("kernels", kernels or newest("kernels")), ("generate", generate or newest("generate"))):
+        if path is None:
+            print(f"no results/{benchmark}-*.json")
+            continue
+        data = json.loads(path.read_text())
+        cells, where = data["cells"], caption(data)
+        if not cells:
+            print(f"no cells in {path}")
+        elif benchmark == "kernels":
+            report(
+                plot_speed_up(cells, output / f"kernels-speed-up.{suffix}", where),
+                plot_bandwidth(cells, output / f"kernels-bandwidth.{suffix}", where),
+            )
+            print(f"\n{as_markdown(KERNEL_SUMMARY, kernel_summary(cells))}\n\n{where}\n")
+        else:
+            report(plot_generate(cells, output / f"generate-step.{suffix}", where))
+            print(f"\n{as_markdown(GENERATE_SUMMARY, generate_summary(cells))}\n\n{where}\n")
+
+
+def newest(benchmark: str) -> Path | None:
+    """The results file written last."""
+    files = sorted(RESULTS.glob(f"{benchmark}-*.json"), key=lambda path: path.stat().st_mtime)
+    return files[-1] if files else None
+
+
+def caption(data: dict[str, Any]) -> str:
+    """GPU, versions and commits of all cells."""
+    used = [data["environments"][index] for index in sorted({cell["environment"] for cell in data["cells"].values()})]
+    parts = []
+    for name in ("gpu", "torch", "triton", "transformers", "commit", "date"):
+        values = ", ".join(dict.fromkeys(str(where[name]) for where in used))
+        parts.append(values if name in ("gpu", "date") else f"{name} {values}")
+    return " · ".join(parts)
+
+
+def report(*paths: Path) -> None:
+    """Say what was written."""
+    for path in paths:
+        print(f"written {path}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
