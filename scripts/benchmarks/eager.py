@@ -15,7 +15,7 @@ import triton.language as tl
 from replay_transformers.geometry import LayerGeometry
 
 NORM_EPSILON = 1e-6  # inside the square root, as in transformers and flash-linear-attention
-MOST_VALUES_PER_THREAD = 256  # a larger tile does not fit into the registers
+FEWEST_VALUES_PER_THREAD, MOST_VALUES_PER_THREAD = 8, 128
 WARPS = (1, 2, 4, 8)
 TILE_ROWS = (4, 8, 16, 32, 64, 128)
 
@@ -151,15 +151,13 @@ EAGER = {
 
 
 def tiles(geometry: LayerGeometry) -> list[Tile]:
-    """The launch configurations of a sweep: those that waste no rows and keep a tile in the registers."""
-    padded = triton.next_power_of_2(geometry.head_dim)
-    most = {warps: MOST_VALUES_PER_THREAD * 32 * warps for warps in WARPS}
+    """The launch configurations of a sweep: no taller than a head, and few enough values per thread for registers."""
+    values = {(rows, warps): rows * geometry.state_dim // (32 * warps) for rows in TILE_ROWS for warps in WARPS}
     return [
         Tile(rows, warps)
-        for rows in TILE_ROWS
-        for warps in WARPS
-        if rows <= padded and 4 * warps * 32 <= rows * geometry.state_dim <= most[warps]
-    ] or [Tile(min(padded, TILE_ROWS[0]), 1)]
+        for (rows, warps), each in values.items()
+        if rows <= geometry.head_dim and FEWEST_VALUES_PER_THREAD <= each <= MOST_VALUES_PER_THREAD
+    ] or [Tile(TILE_ROWS[0], 1)]
 
 
 def update_all(operator: EagerOperator, tile: Tile, layers: list[Tensors]) -> list[Callable[[], None]]:

@@ -104,9 +104,18 @@ def require_fast(model: Any) -> dict[str, str]:
         hint = "pass --mamba-ssm-source" if path.package == MAMBA_SSM else "install flash-linear-attention"
         raise SlowStockError(
             f"stock decoding of {type(model).__name__} calls {called['decode']}, expected a function of "
-            f"{path.package}: {hint}, or pass --allow-slow-stock"
+            f"{path.package} ({_import_problem(path.package)}): {hint}, or pass --allow-slow-stock"
         )
     return called
+
+
+def _import_problem(package: str) -> str:
+    """Why transformers, which says nothing, may have passed a package over."""
+    try:
+        importlib.import_module(package)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "which imports, but may not have when transformers tried"
 
 
 def require_kernel(model: Any, run: Callable[[], Any]) -> None:
