@@ -9,7 +9,9 @@ import torch
 __all__ = ["gather_records", "live_records", "record_slots", "rows_due", "write_records"]
 
 
-def rows_due(committed: torch.Tensor, pending: torch.Tensor, tokens: int, window: int) -> torch.Tensor:
+def rows_due(
+    committed: torch.Tensor, pending: torch.Tensor, tokens: int, window: int, early: torch.Tensor
+) -> torch.Tensor:
     """The flush rule: which rows fold their committed records in a forward of ``tokens`` tokens.
 
     Args:
@@ -17,11 +19,12 @@ def rows_due(committed: torch.Tensor, pending: torch.Tensor, tokens: int, window
         pending: int64 ``[B]``, records appended and not committed yet.
         tokens: tokens per row in this forward.
         window: the cache's window, in tokens.
+        early: int64 ``[B]``, by how many tokens the row's present window is shorter than ``window``.
 
     Returns:
         bool ``[B]``. It depends on nothing but the cursor and ``tokens``, so it is known before the forward runs.
     """
-    return committed + pending + tokens > window
+    return committed + pending + tokens + early > window
 
 
 def live_records(first: torch.Tensor, end: torch.Tensor, capacity: int) -> torch.Tensor:

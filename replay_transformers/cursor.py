@@ -9,6 +9,11 @@ from replay_transformers.kernels.ring import rows_due
 
 __all__ = ["Cursor", "Position", "StepPlan", "allocate"]
 
+# Batches of at least so many rows spread their flushes over the steps. With the default window of 16 at least two rows
+# then flush in each step. Smaller ones flush together: their steps are short either way, and on a CPU all steps between
+# two flushes skip the fold.
+SPREAD_ROWS = 32
+
 # base, committed, pending, folds: what the layers on one device need of the cursor in one forward
 Position = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 
@@ -57,6 +62,9 @@ class Cursor:
     ``base`` is the absolute position of the oldest record, ``committed`` counts the records from there on that are part
     of the sequence for good, ``pending`` those after them that a `crop` may still reject; all int64 ``[B]``. A row has
     seen ``base + committed + pending`` tokens. While ``recording`` is False every forward is committed at once.
+
+    ``early`` (int64 ``[B]``) is by how many tokens a row's present window is shorter than the others. The first window
+    of row i has ``(i * window) // B`` tokens less, so that few rows of a large batch flush in the same step.
     """
 
     def __init__(self, config: ReplayConfig) -> None:
@@ -65,6 +73,7 @@ class Cursor:
         self.base: torch.Tensor | None = None
         self.committed: torch.Tensor | None = None
         self.pending: torch.Tensor | None = None
+        self.early: torch.Tensor | None = None
         self.plan: StepPlan | None = None
         self.fresh = True  # no forward has begun since construction or the last reset
         self.first = True  # the latest forward is the first since then
@@ -82,9 +91,21 @@ class Cursor:
         return self.base, self.committed, self.pending
 
     def allocate(self, batch_size: int, device: torch.device) -> None:
-        """Make the three tensors, all zero."""
+        """Make the pointers, all zero, and ``early``."""
         shape = (batch_size,)
         self.base, self.committed, self.pending = (allocate(shape, torch.int64, device) for _ in range(3))
+        self.early = allocate(shape, torch.int64, device)
+        self.spread()
+
+    def spread(self) -> None:
+        """Shorten every row's present window so that the batch's flushes spread over the steps, in place."""
+        assert self.early is not None
+        rows = self.early.shape[0]
+        with torch.no_grad():
+            if rows < SPREAD_ROWS:
+                self.early.zero_()
+            else:
+                self.early.copy_(torch.arange(rows, device=self.early.device) * self.config.window // rows)
 
     def lengths(self) -> torch.Tensor:
         """Tokens seen by each row, int64 ``[B]``."""
@@ -139,7 +160,8 @@ class Cursor:
 
     def _folds(self, committed: torch.Tensor, pending: torch.Tensor, tokens: int) -> torch.Tensor | None:
         """`StepPlan.folds`: a tensor wherever asking the host would stall a GPU or break a graph."""
-        due = rows_due(committed, pending, tokens, self.config.window)
+        assert self.early is not None
+        due = rows_due(committed, pending, tokens, self.config.window, self.early)
         if due.device.type == "cpu" and not torch.compiler.is_compiling() and not due.any():
             return None
         return torch.where(due, committed, 0)
@@ -155,7 +177,7 @@ class Cursor:
 
     def end(self) -> None:
         """Advance past the planned forward, in place, after its last state-space layer."""
-        assert self.plan is not None
+        assert self.plan is not None and self.early is not None
         base, committed, pending = self.tensors()
         plan, self.plan = self.plan, None
         if not torch.compiler.is_compiling():
@@ -165,10 +187,12 @@ class Cursor:
                 base.add_(committed).add_(pending).add_(plan.scanned)
                 committed.zero_()
                 pending.fill_(plan.kept)
+                self.spread()
                 return
             if plan.folds is not None:
                 base.add_(plan.folds)
                 committed.sub_(plan.folds)
+                self.early.masked_fill_(plan.folds > 0, 0)
             pending.add_(plan.tokens)
             horizon = self.config.max_draft if self.recording else 0
             leaving = (pending - horizon).clamp_(min=0)
@@ -183,11 +207,12 @@ class Cursor:
             pending.zero_()
 
     def flushed(self) -> None:
-        """Note, in place, that every committed record has been folded."""
+        """Note, in place, that every committed record has been folded; spreads the next flushes anew."""
         base, committed, _ = self.tensors()
         with torch.no_grad():
             base.add_(committed)
             committed.zero_()
+        self.spread()
 
     def reset(self) -> None:
         """Back to an empty sequence, in place; recording stops."""
@@ -199,12 +224,14 @@ class Cursor:
             with torch.no_grad():
                 for tensor in self.tensors():
                     tensor.zero_()
+            self.spread()
 
     def select(self, rows: torch.Tensor, in_place: bool) -> None:
         """Keep the given rows (int64 ``[n]``), in place if the addresses have to stay."""
-        if self.base is None:
+        if self.base is None or self.early is None:
             return
         self.base, self.committed, self.pending = (select_rows(tensor, rows, in_place) for tensor in self.tensors())
+        self.early = select_rows(self.early, rows, in_place)
 
 
 def select_rows(buffer: torch.Tensor, rows: torch.Tensor, in_place: bool) -> torch.Tensor:

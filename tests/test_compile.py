@@ -79,7 +79,7 @@ def test_buffer_addresses_are_constant() -> None:
 def _addresses(cache: rt.ReplayCache) -> list[int]:
     tensors = [b for layer in cache.replay_layers for b in layer.buffers().values()]
     tensors += [b for layer in cache.attention_layers for b in (layer.keys, layer.values, layer.cumulative_length)]
-    return [tensor.data_ptr() for tensor in [*tensors, *cache.cursor.tensors()]]
+    return [tensor.data_ptr() for tensor in [*tensors, *cache.cursor.tensors(), cache.cursor.early]]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

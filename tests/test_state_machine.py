@@ -42,9 +42,11 @@ class Setup:
     window: int
     max_draft: int
     fixed: bool = False
+    spread: bool = False  # rows flush in turn, as they would in a large batch
 
     def __str__(self) -> str:
-        return f"{self.model}-L{self.window}-draft{self.max_draft}-{'fixed' if self.fixed else 'growing'}"
+        kind = f"{'fixed' if self.fixed else 'growing'}{'-spread' if self.spread else ''}"
+        return f"{self.model}-L{self.window}-draft{self.max_draft}-{kind}"
 
     def new_cache(self) -> rt.ReplayCache:
         most = MOST_TOKENS if self.fixed else None
@@ -60,6 +62,8 @@ SETUPS = [
     Setup("qwen3_5", 3, 8),
     Setup("qwen3_5-attention-last", 16, 2, fixed=True),
     Setup("qwen3_5-no-attention", 3, 2),
+    Setup("nemotron_h-M", 7, 2, spread=True),
+    Setup("qwen3_5-no-attention", 5, 3, spread=True),
 ]
 
 
@@ -247,7 +251,9 @@ class CacheMachine(RuleBasedStateMachine):
 
 @pytest.mark.core
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
-def test_any_sequence_of_operations(setup: Setup) -> None:
+def test_any_sequence_of_operations(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    if setup.spread:
+        monkeypatch.setattr("replay_transformers.cursor.SPREAD_ROWS", 2)
     settings = hypothesis.settings(
         max_examples=EXAMPLES // len(SETUPS),
         stateful_step_count=16,

@@ -26,10 +26,11 @@ def test_slots_are_positions_modulo_capacity(starts: list[int], length: int, cap
     assert slots.tolist() == [[(start + i) % capacity for i in range(length)] for start in starts]
 
 
-@given(st.integers(0, 40), st.integers(0, 20), st.integers(1, 20), st.integers(1, 30))
-def test_the_flush_rule(committed: int, pending: int, tokens: int, window: int) -> None:
-    due = rows_due(torch.tensor([committed, 0]), torch.tensor([pending, 0]), tokens, window)
-    assert due.tolist() == [committed + pending + tokens > window, tokens > window]
+@given(st.integers(0, 40), st.integers(0, 20), st.integers(1, 20), st.integers(1, 30), st.integers(0, 29))
+def test_the_flush_rule(committed: int, pending: int, tokens: int, window: int, early: int) -> None:
+    pointers = (torch.tensor([committed, 0]), torch.tensor([pending, 0]))
+    due = rows_due(*pointers, tokens, window, torch.tensor([early, 0]))
+    assert due.tolist() == [committed + pending + tokens > window - early, tokens > window]
 
 
 @pytest.mark.parametrize("dim", [1, 2])

@@ -20,6 +20,8 @@ def tensors(cache: ReplayCache) -> dict[str, torch.Tensor]:
             found[f"{index}.rate"] = rate
     if cache.cursor.base is not None:
         found |= dict(zip(("base", "committed", "pending"), cache.cursor.tensors(), strict=True))
+    if cache.cursor.early is not None:
+        found["early"] = cache.cursor.early
     return found
 
 
