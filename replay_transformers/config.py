@@ -28,8 +28,9 @@ class ReplayConfig:
             dtype), "bfloat16", "float16" (saturates at 65,504) or "float64" (for oracles).
         readout: precision of a separate copy that plain steps read. Only None (read the checkpoint) is supported yet.
         decay_skip: threshold under which a head does not read its checkpoint. Only 0.0 (off) is supported yet.
-        impl: "auto" (the fastest implementation of this device), "reference" (plain PyTorch) or "triton". An explicit
-            choice never falls back.
+        impl: what runs the steps: "auto" (Triton kernels on a GPU, the reference elsewhere, for float64 and where
+            gradients are asked for), "reference" (plain PyTorch) or "triton". An explicit choice never falls back.
+            Forwards of more than ``max_draft + 1`` tokens always go through the plain scan.
 
     Raises:
         ValueError: a value of the wrong type or out of range.
@@ -62,8 +63,6 @@ class ReplayConfig:
             raise NotImplementedError(f"decay_skip={self.decay_skip!r} is not supported yet; leave it at 0.0")
         if self.impl not in IMPLEMENTATIONS:
             raise ValueError(f"impl must be one of {IMPLEMENTATIONS}, got {self.impl!r}")
-        if self.impl == "triton":
-            raise NotImplementedError("impl='triton' is not supported yet; use 'auto' or 'reference'")
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any] | None) -> "ReplayConfig":

@@ -40,6 +40,7 @@ class StepPlan:
         kept: tokens that go through the ring; the ``tokens - kept`` before them are scanned straight into the state.
         folds: int64 ``[B]``, how many of its oldest records each row folds in this forward: ``committed`` if the row is
             due, else 0. None if none folds any: known on the host, or a forward whose ring is emptied before its scan.
+        max_records: how many records a row holds at most as the forward begins; None: as many as a ring has room for.
         next_layer: position (among the state-space layers) of the layer that runs next.
         copies: the cursor and ``folds`` by device: int64 ``[B]`` tensors ``(base, committed, pending, folds)``.
     """
@@ -47,6 +48,7 @@ class StepPlan:
     tokens: int
     kept: int
     folds: torch.Tensor | None
+    max_records: int | None
     next_layer: int = 0
     copies: dict[torch.device, Position] = field(default_factory=dict)
 
@@ -75,6 +77,7 @@ class Cursor:
         self.pending: torch.Tensor | None = None
         self.early: torch.Tensor | None = None
         self.plan: StepPlan | None = None
+        self.recorded = False  # a forward since then left tokens uncommitted
         self.fresh = True  # no forward has begun since construction or the last reset
         self.first = True  # the latest forward is the first since then
         self.forwards = 0  # how many have gone through every state-space layer
@@ -128,7 +131,9 @@ class Cursor:
         else:
             kept = self.config.max_draft if self.recording else 0
         folds = self._folds(committed, pending, tokens) if kept == tokens else None
-        self.plan = StepPlan(tokens, kept, folds)
+        self.recorded |= self.recording
+        most = None if self.recorded else max(self.config.window, self.config.max_step)
+        self.plan = StepPlan(tokens, kept, folds, most)
         self.plan.copies[committed.device] = (base, committed, pending, folds)
         self.first, self.fresh = self.fresh, False
         return self.plan
@@ -216,7 +221,7 @@ class Cursor:
 
     def reset(self) -> None:
         """Back to an empty sequence, in place; recording stops."""
-        self.recording = False
+        self.recording = self.recorded = False
         self.plan = None
         self.fresh = self.first = True
         self.broken = False

@@ -52,7 +52,7 @@ def test_an_unknown_checkpoint_names_the_known_ones() -> None:
     assert all(name in str(caught.value) for name in CHECKPOINT_DTYPES)
 
 
-@pytest.mark.parametrize(("field", "value"), [("readout", "fp8"), ("decay_skip", 0.5), ("impl", "triton")])
+@pytest.mark.parametrize(("field", "value"), [("readout", "fp8"), ("decay_skip", 0.5)])
 def test_what_is_not_supported_yet_says_so(field: str, value: Any) -> None:
     with pytest.raises(NotImplementedError, match=f"{field}={value!r} is not supported yet"):
         ReplayConfig(**{field: value})

@@ -142,6 +142,7 @@ def replay_step(
     committed: torch.Tensor,
     pending: torch.Tensor,
     folds: torch.Tensor | None,
+    max_records: int | None = None,
 ) -> torch.Tensor:
     """One forward of ``T`` tokens per row: flush the rows that are due, read out, append the new records.
 
@@ -159,6 +160,8 @@ def replay_step(
         base, committed, pending: int64 ``[B]``. ``R >= committed + pending + T`` in every row.
         folds: int64 ``[B]``, records to fold: ``committed`` in a row that is due, else 0. None promises that no row is
             due, and skips the fold.
+        max_records: promises that no row holds more records before the step; fewer slots are looked at then. None:
+            as many as the ring has room for.
 
     Returns:
         ``[B, T, Hv, V]`` in the dtype of ``q``.
@@ -168,9 +171,10 @@ def replay_step(
     live_count = committed + pending
     if folds is not None:
         fold(state, ring_k, ring_v, ring_g, ring_beta, base=base, count=folds)
-    live = live_records(torch.zeros_like(committed) if folds is None else folds, live_count, capacity)
+    ages = capacity if max_records is None else min(max_records, capacity)
+    live = live_records(torch.zeros_like(committed) if folds is None else folds, live_count, ages)
 
-    slots = record_slots(base, capacity, capacity)
+    slots = record_slots(base, ages, capacity)
     past_k, past_logs, past_d = (gather_records(r, slots, live, dim=2).to(compute) for r in (ring_k, ring_g, ring_d))
     past_keys = l2_normalise(past_k)
     queries, keys, values, logs, gain = heads_first(q, k, v, g, beta, dtype=compute)

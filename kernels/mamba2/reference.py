@@ -65,8 +65,8 @@ def _finish(output: torch.Tensor, x: torch.Tensor, D: torch.Tensor | None) -> to
 def _records(
     rings: tuple[torch.Tensor, torch.Tensor, torch.Tensor], base: torch.Tensor, live: torch.Tensor, dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """The ring's x, B and dt by age, dead ones as zero; ``live`` is bool ``[B, R]`` by age."""
-    slots = record_slots(base, live.shape[1], live.shape[1])
+    """The ring's x, B and dt by age, dead ones as zero; ``live`` is bool ``[B, ages]``."""
+    slots = record_slots(base, live.shape[1], rings[0].shape[2])
     return [gather_records(ring, slots, live, dim=2).to(dtype) for ring in rings]
 
 
@@ -134,6 +134,7 @@ def replay_step(
     committed: torch.Tensor,
     pending: torch.Tensor,
     folds: torch.Tensor | None,
+    max_records: int | None = None,
 ) -> torch.Tensor:
     """One forward of ``T`` tokens per row: flush the rows that are due, read out, append the new records.
 
@@ -151,6 +152,8 @@ def replay_step(
         base, committed, pending: int64 ``[B]``. ``R >= committed + pending + T`` in every row.
         folds: int64 ``[B]``, records to fold: ``committed`` in a row that is due, else 0. None promises that no row is
             due, and skips the fold.
+        max_records: promises that no row holds more records before the step; fewer slots are looked at then. None:
+            as many as the ring has room for.
 
     Returns:
         ``[B, T, H, P]`` in the dtype of ``x``.
@@ -160,7 +163,8 @@ def replay_step(
     live_count = committed + pending
     if folds is not None:
         fold(state, ring_x, ring_b, ring_dt, A, base=base, count=folds)
-    live = live_records(torch.zeros_like(committed) if folds is None else folds, live_count, capacity)
+    ages = capacity if max_records is None else min(max_records, capacity)
+    live = live_records(torch.zeros_like(committed) if folds is None else folds, live_count, ages)
 
     past_x, past_B, past_dt = _records((ring_x, ring_b, ring_dt), base, live, compute)
     x_t, B_t, C_t, dt_t = heads_first(x, B, C, dt, dtype=compute)

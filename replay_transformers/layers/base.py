@@ -9,7 +9,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from replay_transformers.config import ReplayConfig
 from replay_transformers.cursor import Cursor, allocate, select_rows
 from replay_transformers.geometry import LayerGeometry
-from replay_transformers.kernels.causal_conv import reference as causal_conv
+from replay_transformers.implementation import Implementations
 from replay_transformers.kernels.saturate import store
 
 __all__ = ["ReplayLayer"]
@@ -40,6 +40,8 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
         self.cursor = cursor
         self.order = order
         self.total = total
+        self._convolution = Implementations("causal_conv", config.impl)
+        self._recurrence = Implementations(geometry.kind, config.impl)
         # tensors from the first forward on, None before it
         self.checkpoint: Any = None
         self.conv_ring: Any = None
@@ -102,8 +104,12 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
         if self.conv_ring is None:
             self.allocate(inputs.shape[0], inputs.dtype, inputs.device)
         base, committed, pending, _ = self.cursor.on(inputs.device)
+        # longer forwards are scanned; what they write may run into the context
+        kernels = self._convolution.reference
+        if inputs.shape[1] <= self.config.max_step:
+            kernels = self._convolution.choose(self.conv_ring, inputs, weight)
         with torch.autocast(inputs.device.type, enabled=False):
-            return causal_conv.conv_step(
+            return kernels.conv_step(
                 inputs, weight, bias, ring=self.conv_ring, position=base + committed + pending, activation=activation
             )
 
@@ -134,7 +140,8 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
         Args:
             operands: tensors ``[B, T, ...]`` in the order of the kernels' arguments.
             scan: takes the operands' older tokens, gives their output and the state after them.
-            replay: takes the operands' newest tokens, the cursor and ``folds``; gives their output and records them.
+            replay: takes the kernels' module, the operands' newest tokens, the cursor and ``folds``; gives their output
+                and records them.
         """
         plan = self.cursor.plan
         assert plan is not None
@@ -142,15 +149,18 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
         outputs = []
         with torch.autocast(self.checkpoint.device.type, enabled=False):
             if plan.scanned:
-                self._fold(base, committed + pending)
+                if not self.cursor.first:
+                    self._fold(base, committed + pending)
                 output, state = scan(*(operand[:, : plan.scanned] for operand in operands))
                 store(self.checkpoint, state)
                 outputs.append(output)
                 base = base + committed + pending + plan.scanned
                 committed = pending = torch.zeros_like(base)
             if plan.kept:
-                newest = (operand[:, plan.scanned :] for operand in operands)
-                outputs.append(replay(*newest, base=base, committed=committed, pending=pending, folds=folds))
+                newest = [operand[:, plan.scanned :] for operand in operands]
+                kernels = self._recurrence.choose(self.checkpoint, *newest)
+                cursor = {"base": base, "committed": committed, "pending": pending, "folds": folds}
+                outputs.append(replay(kernels, *newest, **cursor, max_records=plan.max_records))
         plan.next_layer += 1
         if plan.next_layer == self.total:
             self.cursor.end()

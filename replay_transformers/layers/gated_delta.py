@@ -45,10 +45,10 @@ class GatedDeltaReplayLayer(ReplayLayer):
         def scan(*operands: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return gated_delta.scan(*operands, state=self.checkpoint)
 
-        def replay(*operands: torch.Tensor, **cursor: Any) -> torch.Tensor:
+        def replay(kernels: Any, *operands: torch.Tensor, **cursor: Any) -> torch.Tensor:
             rings: dict[str, Any] = {f"ring_{name}": ring for name, ring in self.rings.items()}
             settings = {**rings, **cursor, "state": self.checkpoint}
-            return gated_delta.replay_step(*operands, **settings)
+            return kernels.replay_step(*operands, **settings)
 
         return self._run((q, k, v, g, beta), scan, replay)
 

@@ -58,12 +58,9 @@ class Mamba2ReplayLayer(ReplayLayer):
         def scan(x: torch.Tensor, dt: torch.Tensor, B: torch.Tensor, C: torch.Tensor) -> tuple[Any, Any]:
             return mamba2.scan(x, dt, B, C, A, D, state=self.checkpoint)
 
-        def replay(x: torch.Tensor, dt: torch.Tensor, B: torch.Tensor, C: torch.Tensor, **cursor: Any) -> torch.Tensor:
-            return mamba2.replay_step(
-                x,
-                dt,
-                B,
-                C,
+        def replay(kernels: Any, *operands: torch.Tensor, **cursor: Any) -> torch.Tensor:
+            return kernels.replay_step(
+                *operands,
                 A,
                 D,
                 state=self.checkpoint,

@@ -1,0 +1,41 @@
+"""Checks of what the Triton kernels are given, before anything is launched."""
+
+from collections.abc import Mapping
+
+import torch
+
+__all__ = ["POINTERS", "check_operands", "power_of_two"]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+POINTERS = ("base", "committed", "pending", "folds")
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least ``n`` (1 or more)."""
+    return 1 << (n - 1).bit_length()
+
+
+def check_operands(
+    shapes: Mapping[str, tuple[torch.Tensor, tuple[int, ...]]], buffers: tuple[str, ...], pointers: tuple[str, ...]
+) -> None:
+    """Raise ValueError unless every tensor has its shape, a dtype the kernels know, and one device for all.
+
+    Args:
+        shapes: by name, the tensor and the shape it should have.
+        buffers: names of those that must be contiguous.
+        pointers: names of those that must be int64; all others must be float32, bfloat16 or float16.
+    """
+    device = next(iter(shapes.values()))[0].device
+    for name, (tensor, shape) in shapes.items():
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
+        allowed = (torch.int64,) if name in pointers else DTYPES
+        if tensor.dtype not in allowed:
+            raise ValueError(
+                f"{name} must be {' or '.join(map(str, allowed))} for the Triton kernels, got {tensor.dtype}; the "
+                "reference takes float64 as well"
+            )
+        if tensor.device != device:
+            raise ValueError(f"{name} must be on {device} like the other tensors, got {tensor.device}")
+        if name in buffers and not tensor.is_contiguous():
+            raise ValueError(f"{name} is written in place and must be contiguous, got strides {tensor.stride()}")

@@ -1,0 +1,75 @@
+"""Which implementation of an operator runs: the Triton kernels or the plain PyTorch reference."""
+
+import importlib
+import importlib.util
+import logging
+import os
+from types import ModuleType
+
+import torch
+
+__all__ = ["Implementations"]
+
+logger = logging.getLogger(__name__)
+
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_said: set[tuple[str, str]] = set()
+
+
+class Implementations:
+    """The implementations of an operator, and the choice among them.
+
+    Args:
+        operator: "mamba2", "gated_delta" or "causal_conv".
+        impl: "auto", "reference" or "triton", as in `ReplayConfig`. "auto" takes Triton on a GPU unless gradients are
+            asked for or a dtype is not one of Triton's (float64), and the reference elsewhere. "triton" runs on a CPU
+            as well where Triton's interpreter is switched on (TRITON_INTERPRET=1).
+    """
+
+    def __init__(self, operator: str, impl: str) -> None:
+        self.operator, self.impl = operator, impl
+        self.reference = importlib.import_module(f"replay_transformers.kernels.{operator}.reference")
+        self.triton: ModuleType | None = None
+        self.interpreted = impl == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+        wanted = impl != "reference" and (torch.cuda.is_available() or self.interpreted)
+        self.installed = importlib.util.find_spec("triton") is not None
+        if wanted and self.installed:
+            self.triton = importlib.import_module(f"replay_transformers.kernels.{operator}.triton")
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (self.operator, self.impl)  # modules cannot be pickled
+
+    def choose(self, state: torch.Tensor, *operands: torch.Tensor) -> ModuleType:
+        """The module whose functions run the operator on these tensors.
+
+        Args:
+            state: what the operator keeps. operands: the tokens' tensors.
+
+        Raises:
+            ValueError: impl is "triton" and it cannot run on them.
+        """
+        if self.impl == "reference":
+            return self.reference
+        refused = self._why_not_triton(state, operands)
+        if refused is not None and self.impl == "triton":
+            raise ValueError(f"impl='triton' cannot run here: {refused}; use impl='auto' or impl='reference'")
+        if not torch.compiler.is_compiling():
+            self._say("reference" if refused is not None else "triton", refused or "on a GPU")
+        return self.reference if refused is not None or self.triton is None else self.triton
+
+    def _why_not_triton(self, state: torch.Tensor, operands: tuple[torch.Tensor, ...]) -> str | None:
+        if state.device.type != "cuda" and not self.interpreted:
+            return f"the tensors are on {state.device}, not on a GPU"
+        if self.triton is None:
+            return "triton is not installed"
+        for tensor in (state, *operands):
+            if tensor.dtype not in TRITON_DTYPES:
+                return f"a tensor is {tensor.dtype}, and the kernels take float32, bfloat16 and float16"
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in operands):
+            return "gradients are enabled, and the kernels have none; torch.no_grad() switches them off"
+        return None
+
+    def _say(self, name: str, reason: str) -> None:
+        if (self.operator, name) not in _said:
+            _said.add((self.operator, name))
+            logger.info("%s steps run on the %s implementation (%s)", self.operator, name, reason)
