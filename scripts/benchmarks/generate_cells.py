@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import CompileConfig
 
 import replay_transformers as rt
 
@@ -22,11 +23,16 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "static": {"cache_implementation": "static"},
     "replay": {"cache_implementation": "replay"},
     "replay_static": {"cache_implementation": "replay_static"},
+    # graphs recorded as they are, without inductor: a quicker first call, unfused pointwise operations
+    "replay_static_graphs": {
+        "cache_implementation": "replay_static",
+        "compile_config": CompileConfig(backend="cudagraphs"),
+    },
     # the same runner writing the state at every step: what is left of the gain is not the method's
     "replay_static_window_1": {"cache_implementation": "replay_static", "cache_config": {"window": 1}},
 }
 STOCK = ("dynamic", "static")
-FIXED_SHAPES = ("static", "replay_static", "replay_static_window_1")
+FIXED_SHAPES = ("static", "replay_static", "replay_static_graphs", "replay_static_window_1")
 SHAPES = ((1, 64), (8, 64), (32, 64), (256, 64), (8, 4096), (8, 32768))
 MODEL_STATE = ("_compiled_call", "_last_compile_config", "_previous_max_cache_length")  # what `generate` leaves behind
 
