@@ -1,31 +1,83 @@
-"""Launch configurations of the Triton kernels: which block sizes and how many warps, by GPU, operator and size."""
+"""Launch configurations of the Triton kernels: which block sizes and how many warps, by GPU, operator and size.
 
-from dataclasses import dataclass
+They stand in `launch.json` beside this file. A file named by the environment variable `REPLAY_TRANSFORMERS_LAUNCH`
+adds to them; it is read once, at the first step.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 
 import torch
 
-__all__ = ["Launch", "choose"]
+from replay_transformers.kernels.launch_table import DEFAULT, OPERATORS, Entry, Launch, find, merge, read
+
+__all__ = ["TABLE", "VARIABLE", "Launch", "choose", "gpu_name", "override", "reload"]
+
+TABLE = Path(__file__).with_suffix(".json")
+VARIABLE = "REPLAY_TRANSFORMERS_LAUNCH"
+
+_overrides: dict[str, Launch] = {}
 
 
-@dataclass(frozen=True)
-class Launch:
-    """How one replay step is launched.
+def choose(
+    operator: str, device: torch.device, size: int, tokens: int, head_dim: int = 0, state_dim: int = 0
+) -> Launch:
+    """The configuration for a step, without waiting for the GPU.
 
     Args:
-        block: channels of a head per program of the step kernel, a power of two.
-        warps: warps per program of the step kernel.
-        share: heads per program of the prepare kernel, at most; a power of two.
-        share_warps: warps per program of the prepare kernel.
+        operator: "mamba2", "gated_delta" or "causal_conv".
+        size: rows times heads, or rows times channels for the convolution.
+        tokens: of the step. head_dim, state_dim: of a head; the convolution has none.
+
+    Raises:
+        ValueError: an unknown operator, or the table that the environment names is bad.
     """
-
-    block: int
-    warps: int
-    share: int
-    share_warps: int
+    if operator in _overrides:
+        return _overrides[operator]
+    return _chosen(gpu_name(device), operator, size, tokens, head_dim, state_dim)
 
 
-def choose(operator: str, device: torch.device, rows: int, heads: int, tokens: int) -> Launch:
-    """The configuration for a step of ``operator`` ("mamba2" or "gated_delta")."""
-    if operator == "mamba2":
-        return Launch(8, 1, 4, 2)
-    return Launch(16, 1, 2, 1)
+@contextmanager
+def override(operator: str, launch: Launch) -> Iterator[None]:
+    """Within the block every step of ``operator`` is launched like this, in all threads.
+
+    Raises:
+        ValueError: an unknown operator.
+    """
+    if operator not in OPERATORS:
+        raise ValueError(f"operator must be one of {', '.join(OPERATORS)}, got {operator!r}")
+    before = _overrides.get(operator)
+    _overrides[operator] = launch
+    try:
+        yield
+    finally:
+        if before is None:
+            del _overrides[operator]
+        else:
+            _overrides[operator] = before
+
+
+def reload() -> None:
+    """Read the tables again at the next step."""
+    _table.cache_clear()
+    _chosen.cache_clear()
+
+
+@cache
+def gpu_name(device: torch.device) -> str:
+    """The name by which the table knows the device; "default" for a CPU (Triton's interpreter)."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else DEFAULT
+
+
+@cache
+def _table() -> list[Entry]:
+    entries, path = read(TABLE), os.environ.get(VARIABLE)
+    return merge(entries, read(Path(path))) if path else entries
+
+
+@cache
+def _chosen(gpu: str, operator: str, size: int, tokens: int, head_dim: int, state_dim: int) -> Launch:
+    return find(_table(), gpu, operator, size, tokens, head_dim, state_dim)

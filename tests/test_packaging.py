@@ -143,7 +143,7 @@ def test_wheel_holds_every_module(wheel_names: set[str]) -> None:
 
 
 def test_wheel_holds_the_data(wheel_names: set[str]) -> None:
-    assert "replay_transformers/py.typed" in wheel_names
+    assert {"replay_transformers/py.typed", "replay_transformers/kernels/launch.json"} <= wheel_names
     models = ROOT / "replay_transformers" / "models"
     files = {path.relative_to(ROOT).as_posix() for path in models.rglob("*") if path.is_file()}
     assert files <= wheel_names

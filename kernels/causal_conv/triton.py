@@ -4,11 +4,10 @@ import torch
 import triton
 import triton.language as tl
 
+from replay_transformers.kernels.launch import choose
 from replay_transformers.kernels.validation import check_operands, power_of_two
 
 __all__ = ["conv_step"]
-
-BLOCK = 256  # channels per program
 
 
 @triton.jit
@@ -33,14 +32,14 @@ def _convolve(
             total += tl.load(bias + d, mask=ok, other=0.0).to(tl.float32)
         for tap in tl.static_range(TAPS):
             factor = tl.load(weight + d * weight_channel + tap * weight_tap, mask=ok, other=0.0).to(tl.float32)
-            age: tl.constexpr = t + tap - (TAPS - 1)
-            if age < 0:
-                place = slot + age
+            if t + tap < TAPS - 1:
+                place = slot + (t + tap - (TAPS - 1))
                 place = tl.where(place < 0, place + CAPACITY, place)
-                value = tl.load(memory + place * CHANNELS, mask=ok & (at + age >= 0), other=0.0)
+                is_real = at + (t + tap - (TAPS - 1)) >= 0
+                value = tl.load(memory + place * CHANNELS, mask=ok & is_real, other=0.0).to(tl.float32)
             else:
-                value = tl.load(raw + age * in_token, mask=ok, other=0.0)
-            total += factor * value.to(tl.float32)
+                value = tl.load(raw + (t + tap - (TAPS - 1)) * in_token, mask=ok, other=0.0).to(tl.float32)
+            total += factor * value
         if SILU:
             total = total / (1.0 + tl.exp(-total))
         tl.store(out + (row * TOKENS + t) * CHANNELS + d, total.to(out.dtype.element_ty), mask=ok)
@@ -61,11 +60,12 @@ def _launch(
 ) -> torch.Tensor:
     rows, tokens, channels = inputs.shape
     out = torch.empty(rows, tokens, channels, dtype=inputs.dtype, device=inputs.device)
-    block = min(BLOCK, power_of_two(channels))
+    chosen = choose("causal_conv", inputs.device, rows * channels, tokens)
+    block = min(chosen.block, power_of_two(channels))
     _convolve[(rows * triton.cdiv(channels, block),)](
         inputs, weight, bias, ring, position, out, *inputs.stride(), *weight.stride(),
         TOKENS=tokens, CHANNELS=channels, TAPS=weight.shape[1], CAPACITY=ring.shape[1],
-        BLOCK_D=block, HAS_BIAS=bias is not None, SILU=silu, num_warps=2,
+        BLOCK_D=block, HAS_BIAS=bias is not None, SILU=silu, num_warps=chosen.warps,
     )  # fmt: skip
     return out
 

@@ -261,7 +261,7 @@ def _launch(
     gain, own = scratch(rows, heads, 2, tokens), scratch(rows, heads, tokens, 2, block_t)
     norm = scratch(rows, key_heads, block_r) if fold else scratch(1)
     y = torch.empty(rows, tokens, heads, width, dtype=q.dtype, device=device)
-    chosen = choose("gated_delta", device, rows, heads, tokens)
+    chosen = choose("gated_delta", device, rows * heads, tokens, width, states)
     share = min(chosen.share, group & -group)
     block_v = min(chosen.block, power_of_two(width))
     sizes = {

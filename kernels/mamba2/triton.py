@@ -213,7 +213,7 @@ def _launch(
     carry = torch.empty(rows, heads, tokens, dtype=torch.float32, device=device)
     weight = torch.empty((rows, heads, block_r + 1) if fold else (1,), dtype=torch.float32, device=device)
     y = torch.empty(rows, tokens, heads, width, dtype=x.dtype, device=device)
-    chosen = choose("mamba2", device, rows, heads, tokens)
+    chosen = choose("mamba2", device, rows * heads, tokens, width, states)
     share = min(chosen.share, group & -group)
     block_p = min(chosen.block, power_of_two(width))
     sizes = {
