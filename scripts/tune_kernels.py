@@ -5,6 +5,7 @@ reads, by default its own (kernels/launch.json), as entries of this GPU; cases t
 """
 
 import os
+import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -59,6 +60,7 @@ def main(
     console.print(environment(), f"\n{len(missing)} cases to tune")
     if settings.device.type == "cuda" and workers != 0:
         compile_all(missing, settings, workers or min(MOST_WORKERS, os.cpu_count() or 1))
+    budget.started = time.monotonic()  # compiling was no case
     failed = tune_all(missing, settings, gpu, output, budget)
     console.print(f"written to {output}")
     if failed:
