@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-__all__ = ["POINTERS", "check_operands", "power_of_two"]
+__all__ = ["POINTERS", "check_operands", "heads_per_program", "power_of_two"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 POINTERS = ("base", "committed", "pending", "folds")
@@ -13,6 +13,11 @@ POINTERS = ("base", "committed", "pending", "folds")
 def power_of_two(n: int) -> int:
     """The smallest power of two that is at least ``n`` (1 or more)."""
     return 1 << (n - 1).bit_length()
+
+
+def heads_per_program(limit: int, group: int) -> int:
+    """The largest divisor of ``group``, heads that share something, that is at most ``limit``."""
+    return max(divisor for divisor in range(1, min(limit, group) + 1) if group % divisor == 0)
 
 
 def check_operands(

@@ -35,8 +35,8 @@ def _convolve(
             if t + tap < TAPS - 1:
                 place = slot + (t + tap - (TAPS - 1))
                 place = tl.where(place < 0, place + CAPACITY, place)
-                is_real = at + (t + tap - (TAPS - 1)) >= 0
-                value = tl.load(memory + place * CHANNELS, mask=ok & is_real, other=0.0).to(tl.float32)
+                value = tl.load(memory + place * CHANNELS, mask=ok, other=0.0).to(tl.float32)
+                value = tl.where(at + (t + tap - (TAPS - 1)) >= 0, value, 0.0)
             else:
                 value = tl.load(raw + (t + tap - (TAPS - 1)) * in_token, mask=ok, other=0.0).to(tl.float32)
             total += factor * value

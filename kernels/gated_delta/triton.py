@@ -2,11 +2,11 @@
 
 Two launches per layer and step. With the records ``j`` and the step's own tokens ``s``,
 
-    d_t = beta_t (target_t - gain_kt (S0^T k_t) - sum_{s < t} w_ts d_s),   target_t = v_t - sum_j w_tj d_j
-    y_t = history_t + gain_qt (S0^T q_t) + sum_{s <= t} u_ts d_s,          history_t = sum_j u_tj d_j
+    d_t = beta_t (v_t - gain_kt (S0^T k_t) - sum_j w_tj d_j - sum_{s < t} w_ts d_s)
+    y_t = gain_qt (S0^T q_t) + sum_j u_tj d_j + sum_{s <= t} u_ts d_s
 
-- ``_prepare``, one program per row and a few value heads of one key head, computes ``target``, ``history``, the gains
-  (which take in the norms of ``k`` and ``q``) and the weights among the step's own tokens from the rings, and appends
+- ``_prepare``, one program per row and value heads of one key head, reduces what the heads share (keys, queries,
+  decays) to the gains, which take in the norms of ``k`` and ``q``, and the coefficients ``w`` and ``u``, and appends
   the new records. It does not touch the state.
 - ``_step``, one program per row, value head and block of the head's channels, reads its block of the checkpoint once
   and appends the new ``d``. In rows that are due it folds the records into the block as well, by the recurrence, from
@@ -25,11 +25,11 @@ import triton.language as tl
 from replay_transformers.kernels.launch import choose
 from replay_transformers.kernels.parts import after_part, parts_of
 from replay_transformers.kernels.tiles import record_slot, saturated
-from replay_transformers.kernels.validation import POINTERS, check_operands, power_of_two
+from replay_transformers.kernels.validation import POINTERS, check_operands, heads_per_program, power_of_two
 
 __all__ = ["replay_step"]
 
-MIN_RECORDS = 16  # fewer are not worth a compilation of their own
+MIN_RECORDS = 16  # records are read in blocks of so many
 
 NORM_EPSILON = tl.constexpr(1e-6)
 
@@ -37,9 +37,9 @@ NORM_EPSILON = tl.constexpr(1e-6)
 @triton.jit
 def _prepare(
     q, k, v, g, beta,
-    ring_k, ring_v, ring_g, ring_beta, ring_d,
+    ring_k, ring_v, ring_g, ring_beta,
     base, committed, pending, folds,
-    cursor, target, history, gain, own_weight, key_norm,
+    cursor, coefficient, own_coefficient, gain, key_norm,
     q_row, q_token, q_head, q_state,
     k_row, k_token, k_head, k_state,
     v_row, v_token, v_head, v_channel,
@@ -47,7 +47,7 @@ def _prepare(
     beta_row, beta_token, beta_head,
     query_scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
-    SHARE: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    SHARE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     """SHARE: value heads per program, all of one key head; BLOCK_R: at least the records of any row."""
@@ -63,44 +63,42 @@ def _prepare(
 
     # all loads come before the first store, which they might alias as far as the compiler knows
     age, token = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_T)
-    i, p, h = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V), tl.arange(0, SHARE)
-    live, k_ok, p_ok, token_ok = age < past, i < STATES, p < WIDTH, token < TOKENS
+    i, p, h = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_H)
+    live, k_ok, p_ok, token_ok, h_ok = age < past, i < STATES, p < WIDTH, token < TOKENS, h < SHARE
     slot, own_slot = record_slot(start, age, CAPACITY), record_slot(start, past + token, CAPACITY)
     key_row = row * (HEADS // GROUP) + key_head
     key_ring = ring_k + key_row * (CAPACITY * STATES)
     head = share * SHARE + h
     corner = row * HEADS + share * SHARE
     decays = ring_g + corner * CAPACITY + h[:, None] * CAPACITY
-    ring = corner * (CAPACITY * WIDTH) + (h[:, None, None] * (CAPACITY * WIDTH) + p[None, None, :])
-    own_k_ok, own_p_ok = token_ok[:, None] & k_ok[None, :], token_ok[None, :, None] & p_ok[None, None, :]
-
+    own_k_ok, own_h_ok = token_ok[:, None] & k_ok[None, :], h_ok[:, None] & token_ok[None, :]
+    own_p_ok = own_h_ok[:, :, None] & p_ok[None, None, :]
+    keys = tl.load(key_ring + (slot[:, None] * STATES + i[None, :]), mask=live[:, None] & k_ok[None, :], other=0.0)
+    log = tl.load(decays + slot[None, :], mask=h_ok[:, None] & live[None, :], other=0.0)
+    later_slot, later_live = record_slot(start, age + 1, CAPACITY), age + 1 < past
+    later = tl.load(decays + later_slot[None, :], mask=h_ok[:, None] & later_live[None, :], other=0.0)
     new_k, new_q = k + row * k_row + key_head * k_head, q + row * q_row + key_head * q_head
     own_k = tl.load(new_k + (token[:, None] * k_token + i[None, :] * k_state), mask=own_k_ok, other=0.0)
     own_q = tl.load(new_q + (token[:, None] * q_token + i[None, :] * q_state), mask=own_k_ok, other=0.0)
+    own_log = tl.load(g + row * g_row + (head[:, None] * g_head + token[None, :] * g_token), mask=own_h_ok, other=0.0)
+    own_beta = tl.load(
+        beta + row * beta_row + (head[:, None] * beta_head + token[None, :] * beta_token), mask=own_h_ok, other=0.0
+    )
     own_v = tl.load(
         v + row * v_row
         + (head[:, None, None] * v_head + token[None, :, None] * v_token + p[None, None, :] * v_channel),
         mask=own_p_ok, other=0.0,
     )  # fmt: skip
-    own_log = tl.load(
-        g + row * g_row + (head[:, None] * g_head + token[None, :] * g_token), mask=token_ok[None, :], other=0.0
-    )
-    own_beta = tl.load(
-        beta + row * beta_row + (head[:, None] * beta_head + token[None, :] * beta_token),
-        mask=token_ok[None, :], other=0.0,
-    )  # fmt: skip
-    keys = tl.load(key_ring + (slot[:, None] * STATES + i[None, :]), mask=live[:, None] & k_ok[None, :], other=0.0)
-    log = tl.load(decays + slot[None, :], mask=live[None, :], other=0.0)
-    later = tl.load(decays + record_slot(start, age + 1, CAPACITY)[None, :], mask=(age + 1 < past)[None, :], other=0.0)
-    d = tl.load(ring_d + ring + slot[None, :, None] * WIDTH, mask=live[None, :, None] & p_ok[None, None, :], other=0.0)
 
-    # log-decays by age [SHARE, ages]; `later` is shifted by one age, so that its sums from the right leave out the own
-    keys, d = keys.to(tl.float32), d.to(tl.float32)
+    # log-decays by age [heads, ages]; `later` is shifted by one age, so that its sums from the right leave out the own
+    keys = keys.to(tl.float32)
     norm = tl.rsqrt(tl.sum(keys * keys, 1) + NORM_EPSILON)
     wide_k, wide_q = own_k.to(tl.float32), own_q.to(tl.float32)
     own_norm = tl.rsqrt(tl.sum(wide_k * wide_k, 1) + NORM_EPSILON)
     after = tl.cumsum(later, 1, reverse=True)
     total = tl.sum(log, 1)
+    out = coefficient + corner * (2 * TOKENS * BLOCK_R) + (h[:, None] * (2 * TOKENS * BLOCK_R) + age[None, :])
+    own_out = own_coefficient + corner * (2 * TOKENS * BLOCK_T) + (h[:, None] * (2 * TOKENS * BLOCK_T) + token[None, :])
     for t in tl.static_range(TOKENS):
         key = tl.sum(tl.where((token == t)[:, None], wide_k, 0.0), 0)
         query = tl.sum(tl.where((token == t)[:, None], wide_q, 0.0), 0)
@@ -108,32 +106,28 @@ def _prepare(
         norm_q = tl.rsqrt(tl.sum(query * query, 0) + NORM_EPSILON) * query_scale
         since = tl.sum(tl.where((token <= t)[None, :], own_log, 0.0), 1)
         decay = tl.where(live[None, :], tl.exp(after + since[:, None]) * norm[None, :], 0.0)
-        weight_k = decay * (tl.sum(keys * key[None, :], 1) * norm_k)[None, :]
-        weight_q = decay * (tl.sum(keys * query[None, :], 1) * norm_q)[None, :]
-        value = tl.sum(tl.where((token == t)[None, :, None], own_v.to(tl.float32), 0.0), 1)
-        at = (corner * TOKENS + t) * WIDTH + (h[:, None] * (TOKENS * WIDTH) + p[None, :])
-        tl.store(target + at, value - tl.sum(d * weight_k[:, :, None], 1), mask=p_ok[None, :])
-        tl.store(history + at, tl.sum(d * weight_q[:, :, None], 1), mask=p_ok[None, :])
+        score_k, score_q = tl.sum(keys * key[None, :], 1) * norm_k, tl.sum(keys * query[None, :], 1) * norm_q
+        tl.store(out + 2 * t * BLOCK_R, decay * score_k[None, :], mask=h_ok[:, None])
+        tl.store(out + (2 * t + 1) * BLOCK_R, decay * score_q[None, :], mask=h_ok[:, None])
         gains = gain + corner * (2 * TOKENS) + (h * (2 * TOKENS) + t)
-        tl.store(gains, tl.exp(total + since) * norm_k)
-        tl.store(gains + TOKENS, tl.exp(total + since) * norm_q)
+        tl.store(gains, tl.exp(total + since) * norm_k, mask=h_ok)
+        tl.store(gains + TOKENS, tl.exp(total + since) * norm_q, mask=h_ok)
         # the step's own tokens s <= t: logs of the tokens after s, up to t
-        between = tl.zeros([SHARE, BLOCK_T], tl.float32)
+        between = tl.zeros([BLOCK_H, BLOCK_T], tl.float32)
         if TOKENS > 1:
             inside = (token[None, :] > token[:, None]) & (token <= t)[None, :]
             between = tl.sum(tl.where(inside[None, :, :], own_log[:, None, :], 0.0), 2)
-        own_decay = tl.where((token <= t)[None, :], tl.exp(between) * own_norm[None, :], 0.0)
-        score_k = tl.sum(wide_k * key[None, :], 1) * norm_k
-        score_q = tl.sum(wide_k * query[None, :], 1) * norm_q
-        weights = own_weight + (corner * TOKENS + t) * (2 * BLOCK_T) + (h[:, None] * (TOKENS * 2 * BLOCK_T) + token)
-        tl.store(weights, tl.where((token < t)[None, :], own_decay * score_k[None, :], 0.0))
-        tl.store(weights + BLOCK_T, own_decay * score_q[None, :])
+        decay = tl.where((token <= t)[None, :], tl.exp(between) * own_norm[None, :], 0.0)
+        own_score_k = tl.where(token < t, tl.sum(wide_k * key[None, :], 1) * norm_k, 0.0)
+        own_score_q = tl.sum(wide_k * query[None, :], 1) * norm_q
+        tl.store(own_out + 2 * t * BLOCK_T, decay * own_score_k[None, :], mask=h_ok[:, None])
+        tl.store(own_out + (2 * t + 1) * BLOCK_T, decay * own_score_q[None, :], mask=h_ok[:, None])
 
     # append
-    tl.store(decays + own_slot[None, :], own_log, mask=token_ok[None, :])
-    rates = ring_beta + corner * CAPACITY + (h[:, None] * CAPACITY + own_slot[None, :])
-    tl.store(rates, own_beta, mask=token_ok[None, :])
-    tl.store(ring_v + ring + own_slot[None, :, None] * WIDTH, own_v, mask=own_p_ok)
+    tl.store(decays + own_slot[None, :], own_log, mask=own_h_ok)
+    tl.store(ring_beta + corner * CAPACITY + (h[:, None] * CAPACITY + own_slot[None, :]), own_beta, mask=own_h_ok)
+    place = corner * (CAPACITY * WIDTH) + (h[:, None, None] * (CAPACITY * WIDTH) + own_slot[None, :, None] * WIDTH)
+    tl.store(ring_v + place + p[None, None, :], own_v, mask=own_p_ok)
     if share * SHARE % GROUP == 0:
         tl.store(key_ring + (own_slot[:, None] * STATES + i[None, :]), own_k, mask=own_k_ok)
         if FOLD:
@@ -141,19 +135,20 @@ def _prepare(
                 tl.store(key_norm + key_row * BLOCK_R + age, norm)
     if share == 0:
         tl.store(cursor + row * 3, start)
-        tl.store(cursor + row * 3 + 1, count)
-        tl.store(cursor + row * 3 + 2, past)
+        tl.store(cursor + row * 3 + 1, past)
+        tl.store(cursor + row * 3 + 2, count)
 
 
 @triton.jit
 def _step(
-    state, q, k, beta, ring_k, ring_v, ring_g, ring_beta, ring_d,
-    target, history, gain, own_weight, key_norm, cursor, y,
+    state, q, k, v, beta, ring_k, ring_v, ring_g, ring_beta, ring_d,
+    coefficient, own_coefficient, gain, key_norm, cursor, y,
     q_row, q_token, q_head, q_state,
     k_row, k_token, k_head, k_state,
+    v_row, v_token, v_head, v_channel,
     beta_row, beta_token, beta_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, AGES: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     tiles: tl.constexpr = (WIDTH + BLOCK_V - 1) // BLOCK_V
@@ -164,37 +159,50 @@ def _step(
     key_head = head // GROUP
 
     # addresses: int64 for the corner of a block, int32 inside it
-    i, p, token = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_T)
-    p_ok, k_ok = first + p < WIDTH, i < STATES
+    i, p, token, age = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_T), tl.arange(0, AGES)
+    p_ok, k_ok, token_ok = first + p < WIDTH, i < STATES, token < TOKENS
+    out_ok = token_ok[:, None] & p_ok[None, :]
     block = state + (row_head * (STATES * WIDTH) + first) + (i[:, None] * WIDTH + p[None, :])
     block_ok = k_ok[:, None] & p_ok[None, :]
     s = tl.load(block, mask=block_ok, other=0.0).to(tl.float32)
+    start, past = tl.load(cursor + row * 3), tl.load(cursor + row * 3 + 1)
     corner = row_head * (CAPACITY * WIDTH) + first
-    start, past = tl.load(cursor + row * 3), tl.load(cursor + row * 3 + 2)
-    token_ok = token < TOKENS
-    out_ok = token_ok[:, None] & p_ok[None, :]
-    at = row_head * (TOKENS * WIDTH) + first + (token[:, None] * WIDTH + p[None, :])
-    wanted = tl.load(target + at, mask=out_ok, other=0.0)
-    answer = tl.load(history + at, mask=out_ok, other=0.0)
+    # what the state should answer to the keys, and what is known of the answers to the queries
+    wanted = tl.load(
+        v + row * v_row + head * v_head + (token[:, None] * v_token + (first + p)[None, :] * v_channel),
+        mask=out_ok, other=0.0,
+    ).to(tl.float32)  # fmt: skip
+    answer = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
     gains = gain + row_head * (2 * TOKENS) + token
     gain_k, gain_q = tl.load(gains, mask=token_ok, other=0.0), tl.load(gains + TOKENS, mask=token_ok, other=0.0)
     rate = tl.load(beta + row * beta_row + head * beta_head + token * beta_token, mask=token_ok, other=0.0)
+    rate = rate.to(tl.float32)
+    factors = coefficient + row_head * (2 * TOKENS * BLOCK_R) + age
+    for begin in tl.static_range(0, BLOCK_R, AGES):
+        slot = record_slot(start, tl.minimum(begin + age, CAPACITY), CAPACITY)
+        live = begin + age < past
+        d = tl.load(
+            ring_d + corner + (slot[:, None] * WIDTH + p[None, :]), mask=live[:, None] & p_ok[None, :], other=0.0
+        ).to(tl.float32)
+        for t in tl.static_range(TOKENS):
+            known_k = tl.sum(d * tl.load(factors + (2 * t * BLOCK_R + begin))[:, None], 0)
+            known_q = tl.sum(d * tl.load(factors + ((2 * t + 1) * BLOCK_R + begin))[:, None], 0)
+            wanted -= tl.where((token == t)[:, None], known_k[None, :], 0.0)
+            answer += tl.where((token == t)[:, None], known_q[None, :], 0.0)
     for t in tl.static_range(TOKENS):
         key = tl.load(k + row * k_row + key_head * k_head + (t * k_token + i * k_state), mask=k_ok, other=0.0)
         query = tl.load(q + row * q_row + key_head * q_head + (t * q_token + i * q_state), mask=k_ok, other=0.0)
         carried_k = tl.sum(s * key.to(tl.float32)[:, None], 0)
         carried_q = tl.sum(s * query.to(tl.float32)[:, None], 0)
-        this = (token == t)[:, None]
-        wanted -= tl.where(this, carried_k[None, :] * gain_k[:, None], 0.0)
-        answer += tl.where(this, carried_q[None, :] * gain_q[:, None], 0.0)
+        wanted -= tl.where((token == t)[:, None], carried_k[None, :] * gain_k[:, None], 0.0)
+        answer += tl.where((token == t)[:, None], carried_q[None, :] * gain_q[:, None], 0.0)
     # forward substitution among the step's own tokens
-    weights = own_weight + row_head * (TOKENS * 2 * BLOCK_T) + token * (2 * BLOCK_T)
-    deltas = rate.to(tl.float32)[:, None] * wanted
+    weights = own_coefficient + row_head * (2 * TOKENS * BLOCK_T) + token * (2 * BLOCK_T)
+    deltas = rate[:, None] * wanted
     for t in tl.static_range(TOKENS):
         delta = tl.sum(tl.where((token == t)[:, None], deltas, 0.0), 0)
         if t + 1 < TOKENS:
-            below = tl.load(weights + t, mask=token_ok, other=0.0) * rate.to(tl.float32)
-            deltas -= below[:, None] * delta[None, :]
+            deltas -= (tl.load(weights + t, mask=token_ok, other=0.0) * rate)[:, None] * delta[None, :]
         answer += tl.load(weights + BLOCK_T + t, mask=token_ok, other=0.0)[:, None] * delta[None, :]
     out = y + (row * TOKENS * HEADS + head) * WIDTH + first + (token[:, None] * (HEADS * WIDTH) + p[None, :])
     tl.store(out, answer.to(y.dtype.element_ty), mask=out_ok)
@@ -203,7 +211,7 @@ def _step(
     tl.store(place, deltas.to(ring_d.dtype.element_ty), mask=out_ok)
 
     if FOLD:
-        count = tl.load(cursor + row * 3 + 1)
+        count = tl.load(cursor + row * 3 + 2)
         if count > 0:
             key_row = row * (HEADS // GROUP) + key_head
             keys = ring_k + key_row * (CAPACITY * STATES)
@@ -215,11 +223,11 @@ def _step(
             old_rate = tl.load(ring_beta + row_head * CAPACITY + start)
             old_norm = tl.load(norms)
             for j in range(1, count + 1):
-                slot = record_slot(start, tl.minimum(j, count - 1), CAPACITY)
-                next_key = tl.load(keys + slot * STATES + i, mask=k_ok, other=0.0)
-                next_value = tl.load(ring_v + corner + slot * WIDTH + p, mask=p_ok, other=0.0)
-                next_log = tl.load(ring_g + row_head * CAPACITY + slot)
-                next_rate = tl.load(ring_beta + row_head * CAPACITY + slot)
+                next_slot = record_slot(start, tl.minimum(j, count - 1), CAPACITY)
+                next_key = tl.load(keys + next_slot * STATES + i, mask=k_ok, other=0.0)
+                next_value = tl.load(ring_v + corner + next_slot * WIDTH + p, mask=p_ok, other=0.0)
+                next_log = tl.load(ring_g + row_head * CAPACITY + next_slot)
+                next_rate = tl.load(ring_beta + row_head * CAPACITY + next_slot)
                 next_norm = tl.load(norms + tl.minimum(j, count - 1))
                 wide = old_key.to(tl.float32) * old_norm
                 decay = tl.exp(old_log)
@@ -252,31 +260,30 @@ def _launch(
     heads, width = v.shape[2:]
     group, fold, device = heads // key_heads, folds is not None, q.device
     block_r, block_t = power_of_two(max(max_records, MIN_RECORDS)), power_of_two(tokens)
+    chosen = choose("gated_delta", device, rows * heads, tokens, width, states)
+    share, block_v = heads_per_program(chosen.share, group), min(chosen.block, power_of_two(width))
 
     def scratch(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device=device)
 
     cursor = torch.empty(rows, 3, dtype=torch.int32, device=device)
-    target, history = scratch(rows, heads, tokens, width), scratch(rows, heads, tokens, width)
-    gain, own = scratch(rows, heads, 2, tokens), scratch(rows, heads, tokens, 2, block_t)
-    norm = scratch(rows, key_heads, block_r) if fold else scratch(1)
+    coefficient, own = scratch(rows, heads, tokens, 2, block_r), scratch(rows, heads, tokens, 2, block_t)
+    gain, norm = scratch(rows, heads, 2, tokens), scratch(rows, key_heads, block_r) if fold else scratch(1)
     y = torch.empty(rows, tokens, heads, width, dtype=q.dtype, device=device)
-    chosen = choose("gated_delta", device, rows * heads, tokens, width, states)
-    share = min(chosen.share, group & -group)
-    block_v = min(chosen.block, power_of_two(width))
     sizes = {
         "HEADS": heads, "GROUP": group, "WIDTH": width, "STATES": states, "CAPACITY": ring_k.shape[2],
         "BLOCK_K": power_of_two(states), "BLOCK_R": block_r, "TOKENS": tokens, "BLOCK_T": block_t, "FOLD": fold,
     }  # fmt: skip
     _prepare[(rows * (heads // share),)](
-        q, k, v, g, beta, ring_k, ring_v, ring_g, ring_beta, ring_d, base, committed, pending, folds,
-        cursor, target, history, gain, own, norm,
+        q, k, v, g, beta, ring_k, ring_v, ring_g, ring_beta, base, committed, pending, folds,
+        cursor, coefficient, own, gain, norm,
         *q.stride(), *k.stride(), *v.stride(), *g.stride(), *beta.stride(), states**-0.5,
-        SHARE=share, BLOCK_V=power_of_two(width), **sizes, num_warps=chosen.share_warps,
+        SHARE=share, BLOCK_H=power_of_two(share), BLOCK_V=power_of_two(width), **sizes, num_warps=chosen.share_warps,
     )  # fmt: skip
     _step[(rows * heads * triton.cdiv(width, block_v),)](
-        state, q, k, beta, ring_k, ring_v, ring_g, ring_beta, ring_d, target, history, gain, own, norm, cursor, y,
-        *q.stride(), *k.stride(), *beta.stride(), BLOCK_V=block_v, **sizes, num_warps=chosen.warps,
+        state, q, k, v, beta, ring_k, ring_v, ring_g, ring_beta, ring_d, coefficient, own, gain, norm, cursor, y,
+        *q.stride(), *k.stride(), *v.stride(), *beta.stride(),
+        BLOCK_V=block_v, AGES=MIN_RECORDS, **sizes, num_warps=chosen.warps,
     )  # fmt: skip
     return y
 
