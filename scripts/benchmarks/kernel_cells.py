@@ -105,7 +105,8 @@ def _share(traffic: int, timing: Timing, settings: Settings) -> float:
 
 def _replay(geometry: LayerGeometry, rows: int, tokens: int, checkpoint: str, settings: Settings) -> Record:
     folder = f"replay_transformers.kernels.{geometry.kind}"
-    step = importlib.import_module(f"{folder}.{settings.implementation}").replay_step
+    kernel = importlib.import_module(f"{folder}.{settings.implementation}").replay_step
+    step = functools.partial(kernel, max_records=settings.window)  # as the layers call it
     reference = importlib.import_module(f"{folder}.reference").replay_step
     device, window, dtype = settings.device, settings.window, getattr(torch, checkpoint)
     capacity = operators.ring_capacity(window, tokens)
