@@ -54,7 +54,8 @@ class Implementations:
         if refused is not None and self.impl == "triton":
             raise ValueError(f"impl='triton' cannot run here: {refused}; use impl='auto' or impl='reference'")
         if not torch.compiler.is_compiling():
-            self._say("reference" if refused is not None else "triton", refused or "on a GPU")
+            where = "on a GPU" if state.device.type == "cuda" else "in Triton's interpreter"
+            self._say("reference" if refused is not None else "triton", refused or where)
         return self.reference if refused is not None or self.triton is None else self.triton
 
     def _why_not_triton(self, state: torch.Tensor, operands: tuple[torch.Tensor, ...]) -> str | None:
