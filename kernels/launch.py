@@ -5,16 +5,17 @@ adds to them; it is read once, at the first step.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from replay_transformers.kernels.launch_table import DEFAULT, OPERATORS, Entry, Launch, find, merge, read
 
-__all__ = ["TABLE", "VARIABLE", "Launch", "choose", "gpu_name", "override", "reload"]
+__all__ = ["TABLE", "VARIABLE", "Launch", "choose", "gpu_name", "on_their_device", "override", "reload"]
 
 TABLE = Path(__file__).with_suffix(".json")
 VARIABLE = "REPLAY_TRANSFORMERS_LAUNCH"
@@ -38,6 +39,19 @@ def choose(
     if operator in _overrides:
         return _overrides[operator]
     return _chosen(gpu_name(device), operator, size, tokens, head_dim, state_dim)
+
+
+def on_their_device(launch: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Wrap a function that launches kernels: Triton launches on the current device, wherever the tensors are."""
+
+    @wraps(launch)
+    def launched(first: torch.Tensor, *operands: Any) -> torch.Tensor:
+        if not first.is_cuda or first.device.index == torch.cuda.current_device():
+            return launch(first, *operands)
+        with torch.cuda.device(first.device):
+            return launch(first, *operands)
+
+    return launched
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-__all__ = ["POINTERS", "check_operands", "heads_per_program", "power_of_two"]
+__all__ = ["POINTERS", "check_groups", "check_operands", "heads_per_program", "power_of_two"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 POINTERS = ("base", "committed", "pending", "folds")
@@ -20,6 +20,12 @@ def heads_per_program(limit: int, group: int) -> int:
     return max(divisor for divisor in range(1, min(limit, group) + 1) if group % divisor == 0)
 
 
+def check_groups(heads: int, groups: int) -> None:
+    """Raise ValueError unless every group has the same number of heads."""
+    if heads % groups:
+        raise ValueError(f"{heads} heads must be a multiple of the groups (key heads) that they share, got {groups}")
+
+
 def check_operands(
     shapes: Mapping[str, tuple[torch.Tensor, tuple[int, ...]]], buffers: tuple[str, ...], pointers: tuple[str, ...]
 ) -> None:
@@ -27,7 +33,7 @@ def check_operands(
 
     Args:
         shapes: by name, the tensor and the shape it should have.
-        buffers: names of those that must be contiguous.
+        buffers: names of those that must be contiguous; tensors of one dimension must be so, too.
         pointers: names of those that must be int64; all others must be float32, bfloat16 or float16.
     """
     device = next(iter(shapes.values()))[0].device
@@ -44,3 +50,5 @@ def check_operands(
             raise ValueError(f"{name} must be on {device} like the other tensors, got {tensor.device}")
         if name in buffers and not tensor.is_contiguous():
             raise ValueError(f"{name} is written in place and must be contiguous, got strides {tensor.stride()}")
+        if tensor.ndim == 1 and not tensor.is_contiguous():
+            raise ValueError(f"{name} has one dimension and must be contiguous, got stride {tensor.stride(0)}")

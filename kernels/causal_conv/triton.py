@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from replay_transformers.kernels.launch import choose
+from replay_transformers.kernels.launch import choose, on_their_device
 from replay_transformers.kernels.validation import check_operands, power_of_two
 
 __all__ = ["conv_step"]
@@ -50,6 +50,7 @@ def _convolve(
         tl.store(memory + place * CHANNELS, tl.load(raw + t * in_token, mask=ok), mask=ok)
 
 
+@on_their_device
 def _launch(
     inputs: torch.Tensor,
     weight: torch.Tensor,
@@ -89,8 +90,9 @@ def conv_step(
 ) -> torch.Tensor:
     """The same as `replay_transformers.kernels.causal_conv.reference.conv_step`, on a GPU, for few tokens.
 
-    Tensors may be float32, bfloat16 or float16; ``ring`` must be contiguous, the others may have any strides. Without
-    gradients. Inside compiled graphs it is the operator ``replay_transformers::causal_conv_step``.
+    Tensors may be float32, bfloat16 or float16; ``ring``, ``bias`` and ``position`` must be contiguous, the others
+    may have any strides. Without gradients. Inside compiled graphs it is the operator
+    ``replay_transformers::causal_conv_step``.
 
     Raises:
         ValueError: a shape, dtype, device or layout that does not fit, or more tokens than ``R - W + 1``, with which

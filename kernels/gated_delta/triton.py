@@ -22,14 +22,21 @@ import torch
 import triton
 import triton.language as tl
 
-from replay_transformers.kernels.launch import choose
+from replay_transformers.kernels.launch import choose, on_their_device
 from replay_transformers.kernels.parts import after_part, parts_of
 from replay_transformers.kernels.tiles import record_slot, saturated
-from replay_transformers.kernels.validation import POINTERS, check_operands, heads_per_program, power_of_two
+from replay_transformers.kernels.validation import (
+    POINTERS,
+    check_groups,
+    check_operands,
+    heads_per_program,
+    power_of_two,
+)
 
 __all__ = ["replay_step"]
 
 MIN_RECORDS = 16  # records are read in blocks of so many
+UNROLL = tl.constexpr(4)  # records folded per round of the loop, so that their loads are under way together
 
 NORM_EPSILON = tl.constexpr(1e-6)
 
@@ -216,28 +223,19 @@ def _step(
             key_row = row * (HEADS // GROUP) + key_head
             keys = ring_k + key_row * (CAPACITY * STATES)
             norms = key_norm + key_row * BLOCK_R
-            # each record is loaded one round ahead
-            old_key = tl.load(keys + start * STATES + i, mask=k_ok, other=0.0)
-            old_value = tl.load(ring_v + corner + start * WIDTH + p, mask=p_ok, other=0.0)
-            old_log = tl.load(ring_g + row_head * CAPACITY + start)
-            old_rate = tl.load(ring_beta + row_head * CAPACITY + start)
-            old_norm = tl.load(norms)
-            for j in range(1, count + 1):
-                next_slot = record_slot(start, tl.minimum(j, count - 1), CAPACITY)
-                next_key = tl.load(keys + next_slot * STATES + i, mask=k_ok, other=0.0)
-                next_value = tl.load(ring_v + corner + next_slot * WIDTH + p, mask=p_ok, other=0.0)
-                next_log = tl.load(ring_g + row_head * CAPACITY + next_slot)
-                next_rate = tl.load(ring_beta + row_head * CAPACITY + next_slot)
-                next_norm = tl.load(norms + tl.minimum(j, count - 1))
-                wide = old_key.to(tl.float32) * old_norm
-                decay = tl.exp(old_log)
-                predicted = tl.sum(s * wide[:, None], 0) * decay
-                delta = old_rate.to(tl.float32) * (old_value.to(tl.float32) - predicted)
-                s = s * decay + wide[:, None] * delta[None, :]
-                old_key, old_value, old_log, old_rate, old_norm = next_key, next_value, next_log, next_rate, next_norm
+            for j in tl.range(0, count, loop_unroll_factor=UNROLL):
+                record_at = record_slot(start, j, CAPACITY)
+                old_key = tl.load(keys + record_at * STATES + i, mask=k_ok, other=0.0).to(tl.float32)
+                old_key *= tl.load(norms + j)
+                old_value = tl.load(ring_v + corner + record_at * WIDTH + p, mask=p_ok, other=0.0).to(tl.float32)
+                old_rate = tl.load(ring_beta + row_head * CAPACITY + record_at).to(tl.float32)
+                decay = tl.exp(tl.load(ring_g + row_head * CAPACITY + record_at))
+                old_delta = old_rate * (old_value - tl.sum(s * old_key[:, None], 0) * decay)
+                s = s * decay + old_key[:, None] * old_delta[None, :]
             tl.store(block, saturated(s, state.dtype.element_ty), mask=block_ok)
 
 
+@on_their_device
 def _launch(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -321,8 +319,9 @@ def replay_step(
 ) -> torch.Tensor:
     """The same as `replay_transformers.kernels.gated_delta.reference.replay_step`, on a GPU.
 
-    Tensors may be float32, bfloat16 or float16; ``state`` and the rings must be contiguous, the others may have any
-    strides. Without gradients. Inside compiled graphs it is the operator ``replay_transformers::gated_delta_step``.
+    Tensors may be float32, bfloat16 or float16; ``state``, the rings and tensors of one dimension must be contiguous,
+    the others may have any strides. Without gradients. Inside compiled graphs it is the operator
+    ``replay_transformers::gated_delta_step``.
 
     Raises:
         ValueError: a shape, dtype, device or layout that does not fit; nothing is changed then.
@@ -332,6 +331,7 @@ def replay_step(
     capacity = ring_k.shape[2]
     rings = {"ring_k": ring_k, "ring_v": ring_v, "ring_g": ring_g, "ring_beta": ring_beta, "ring_d": ring_d}
     if not torch.compiler.is_compiling():
+        check_groups(heads, key_heads)
         expected = {
             "q": (q, (rows, tokens, key_heads, states)), "k": (k, (rows, tokens, key_heads, states)),
             "v": (v, (rows, tokens, heads, width)), "g": (g, (rows, tokens, heads)),

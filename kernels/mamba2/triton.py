@@ -19,14 +19,21 @@ import torch
 import triton
 import triton.language as tl
 
-from replay_transformers.kernels.launch import choose
+from replay_transformers.kernels.launch import choose, on_their_device
 from replay_transformers.kernels.parts import after_part, parts_of
 from replay_transformers.kernels.tiles import record_slot, saturated
-from replay_transformers.kernels.validation import POINTERS, check_operands, heads_per_program, power_of_two
+from replay_transformers.kernels.validation import (
+    POINTERS,
+    check_groups,
+    check_operands,
+    heads_per_program,
+    power_of_two,
+)
 
 __all__ = ["replay_step"]
 
 MIN_RECORDS = 16  # records are read in blocks of so many
+UNROLL = tl.constexpr(4)  # records folded per round of the loop, so that their loads are under way together
 
 
 @triton.jit
@@ -185,20 +192,15 @@ def _step(
             weights = weight + row_head * (BLOCK_R + 1)
             keys = ring_b + (row * (HEADS // GROUP) + group) * (CAPACITY * STATES)
             s *= tl.load(weights + BLOCK_R)
-            # each record is loaded one round ahead
-            old_record = tl.load(records + start * WIDTH + p, mask=p_ok, other=0.0)
-            old_key = tl.load(keys + start * STATES + n, mask=n_ok, other=0.0)
-            old_factor = tl.load(weights)
-            for j in range(1, count + 1):
-                next_slot = record_slot(start, tl.minimum(j, count - 1), CAPACITY)
-                next_record = tl.load(records + next_slot * WIDTH + p, mask=p_ok, other=0.0)
-                next_key = tl.load(keys + next_slot * STATES + n, mask=n_ok, other=0.0)
-                next_factor = tl.load(weights + j)
-                s += (old_record.to(tl.float32) * old_factor)[:, None] * old_key.to(tl.float32)[None, :]
-                old_record, old_key, old_factor = next_record, next_key, next_factor
+            for j in tl.range(0, count, loop_unroll_factor=UNROLL):
+                record_at = record_slot(start, j, CAPACITY)
+                folded = tl.load(records + record_at * WIDTH + p, mask=p_ok, other=0.0).to(tl.float32)
+                key = tl.load(keys + record_at * STATES + n, mask=n_ok, other=0.0).to(tl.float32)
+                s += (folded * tl.load(weights + j))[:, None] * key[None, :]
             tl.store(block, saturated(s, state.dtype.element_ty), mask=block_ok)
 
 
+@on_their_device
 def _launch(
     x: torch.Tensor,
     dt: torch.Tensor,
@@ -278,8 +280,9 @@ def replay_step(
 ) -> torch.Tensor:
     """The same as `replay_transformers.kernels.mamba2.reference.replay_step`, on a GPU.
 
-    Tensors may be float32, bfloat16 or float16; ``state`` and the rings must be contiguous, the others may have any
-    strides. Without gradients. Inside compiled graphs it is the operator ``replay_transformers::mamba2_step``.
+    Tensors may be float32, bfloat16 or float16; ``state``, the rings and tensors of one dimension must be contiguous,
+    the others may have any strides. Without gradients. Inside compiled graphs it is the operator
+    ``replay_transformers::mamba2_step``.
 
     Raises:
         ValueError: a shape, dtype, device or layout that does not fit; nothing is changed then.
@@ -288,6 +291,7 @@ def replay_step(
     groups, states = B.shape[2:]
     capacity = ring_x.shape[2]
     if not torch.compiler.is_compiling():
+        check_groups(heads, groups)
         expected = {
             "x": (x, (rows, tokens, heads, width)), "dt": (dt, (rows, tokens, heads)),
             "B": (B, (rows, tokens, groups, states)), "C": (C, (rows, tokens, groups, states)), "A": (A, (heads,)),
