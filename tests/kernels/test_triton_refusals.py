@@ -22,7 +22,7 @@ def arguments(operator: Operator) -> dict[str, Any]:
 def refused(function: Any, correct: dict[str, Any], name: str, wrong: Any, *words: str) -> None:
     """The call with one argument exchanged raises ValueError with these words and changes none of the others."""
     before = {key: value.clone() for key, value in correct.items() if torch.is_tensor(value)}
-    with pytest.raises(ValueError, match=name) as caught:
+    with pytest.raises(ValueError, match=words[0] if wrong is correct[name] else name) as caught:
         function(**{**correct, name: wrong})
     for word in words:
         assert word in str(caught.value)
@@ -73,6 +73,27 @@ def test_buffers_that_are_not_contiguous(operator: Operator) -> None:
         if name == "state" or name.startswith("ring"):
             wrong = correct[name].transpose(0, -1).contiguous().transpose(0, -1)
             refused(KERNELS[operator.name].replay_step, correct, name, wrong, "contiguous", str(wrong.stride()))
+
+
+@OPERATORS_IN_TRITON
+def test_vectors_with_gaps(operator: Operator) -> None:
+    """Their strides are not passed on: they would be read wrongly, without a word."""
+    correct = arguments(operator)
+    for name in names(operator):
+        if correct[name].ndim == 1:
+            wrong = torch.stack([correct[name]] * 2, dim=1)[:, 0]
+            refused(KERNELS[operator.name].replay_step, correct, name, wrong, "contiguous", "got stride 2")
+
+
+@OPERATORS_IN_TRITON
+def test_heads_that_do_not_make_whole_groups(operator: Operator) -> None:
+    """They would be read from beyond the end of the tensors."""
+    correct = arguments(operator)
+    shared = ("B", "C", "ring_b") if operator.name == "mamba2" else ("q", "k", "ring_k")
+    for name in shared:
+        dim = 1 if name.startswith("ring") else 2
+        correct[name] = torch.cat([correct[name]] * 3, dim=dim)
+    refused(KERNELS[operator.name].replay_step, correct, "base", correct["base"], "2 heads", "got 3")
 
 
 def test_convolutions() -> None:
