@@ -6,7 +6,6 @@ import copy
 import logging
 import pickle
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -108,15 +107,14 @@ def test_copies_choose_alike(impl: str) -> None:
 
 @ON_CPU
 @pytest.mark.usefixtures("enabled")
-@pytest.mark.parametrize("name", ["qwen3_5-attention-last", "nemotron_h-M*"])
-def test_caches_on_triton_are_copied_and_pickled(name: str) -> None:
+def test_caches_on_triton_are_copied_and_pickled() -> None:
     """In mid-ring; the copies go on by themselves."""
     pytest.importorskip("triton")
-    model, tokens = model_for(name), ids(1, 5)
-    cache: Any = rt.ReplayCache(model.config, rt.ReplayConfig(window=3, max_draft=0, impl="triton"))
+    model, tokens = model_for("nemotron_h-M*"), ids(1, 5)
+    cache = rt.ReplayCache(model.config, rt.ReplayConfig(window=3, max_draft=0, impl="triton"))
     feed(model, cache, tokens[:, :4], 3, 1)
     truth = full_logits(model, tokens)[:, 4:]
-    for other in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), cache.fork(), cache):
+    for other in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
         assert {layer.config.impl for layer in other.replay_layers} == {"triton"}
         assert_logits(feed(model, other, tokens[:, 4:]), truth)
         assert int(other.get_seq_length()) == 5
