@@ -7,12 +7,18 @@ import torch
 from replay_transformers.config import ReplayConfig
 from replay_transformers.kernels.ring import rows_due
 
-__all__ = ["Cursor", "Position", "StepPlan", "allocate"]
+__all__ = ["WRITE_THROUGH_BYTES", "Cursor", "Position", "StepPlan", "allocate"]
 
 # Batches of at least so many rows spread their flushes over the steps. With the default window of 16 at least two rows
 # then flush in each step. Smaller ones flush together: their steps are short either way, and on a CPU all steps between
 # two flushes skip the fold.
 SPREAD_ROWS = 32
+
+# Where the states of a layer (all rows) take no more than this, single tokens are written through on a GPU: the state
+# is read, updated and written as in eager decoding, and no record is kept. Two such passes over a state that fits into
+# the GPU's cache cost less than the launch that sums up the records. On an H200 the two cross at about 32 MB.
+WRITE_THROUGH_BYTES = 32 * 2**20
+THROUGH_DEVICE = "cuda"
 
 # base, committed, pending, folds: what the layers on one device need of the cursor in one forward
 Position = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -40,6 +46,7 @@ class StepPlan:
         kept: tokens that go through the ring; the ``tokens - kept`` before them are scanned straight into the state.
         folds: int64 ``[B]``, how many of its oldest records each row folds in this forward: ``committed`` if the row is
             due, else 0. None if none folds any: known on the host, or a forward whose ring is emptied before its scan.
+        was_empty: True only if the rings are known to hold no record as a forward with scanned tokens begins.
         max_records: how many records a row holds at most as the forward begins; None: as many as a ring has room for.
         next_layer: position (among the state-space layers) of the layer that runs next.
         copies: the cursor and ``folds`` by device: int64 ``[B]`` tensors ``(base, committed, pending, folds)``.
@@ -47,6 +54,7 @@ class StepPlan:
 
     tokens: int
     kept: int
+    was_empty: bool
     folds: torch.Tensor | None
     max_records: int | None
     next_layer: int = 0
@@ -78,6 +86,8 @@ class Cursor:
         self.early: torch.Tensor | None = None
         self.plan: StepPlan | None = None
         self.recorded = False  # a forward since then left tokens uncommitted
+        self.empty = True  # the rings hold no record, and the host knows
+        self.state_bytes = 0  # of one row's state in the layer that has the largest
         self.fresh = True  # no forward has begun since construction or the last reset
         self.first = True  # the latest forward is the first since then
         self.forwards = 0  # how many have gone through every state-space layer
@@ -126,14 +136,16 @@ class Cursor:
                 raise ValueError(self.mismatch(f"{batch_size} rows on {device}"))
             self.allocate(batch_size, device)
         base, committed, pending = self.tensors()
-        if tokens <= self.config.max_step:
-            kept = tokens
+        if not self.recording and (tokens > self.config.max_step or self._writes_through(batch_size, device)):
+            kept = 0
         else:
-            kept = self.config.max_draft if self.recording else 0
+            kept = tokens if tokens <= self.config.max_step else self.config.max_draft
+        # asked for only here: a graph of steps through the ring must not depend on it
+        was_empty = kept < tokens and self.empty
         folds = self._folds(committed, pending, tokens) if kept == tokens else None
         self.recorded |= self.recording
         most = None if self.recorded else max(self.config.window, self.config.max_step)
-        self.plan = StepPlan(tokens, kept, folds, most)
+        self.plan = StepPlan(tokens, kept, was_empty, folds, most)
         self.plan.copies[committed.device] = (base, committed, pending, folds)
         self.first, self.fresh = self.fresh, False
         return self.plan
@@ -163,6 +175,11 @@ class Cursor:
             )
         return self.fresh if before == 0 else self.first
 
+    def _writes_through(self, rows: int, device: torch.device) -> bool:
+        """Whether eager updates are faster: the states are small, on a GPU, and no record waits to be folded."""
+        is_small = rows * self.state_bytes <= WRITE_THROUGH_BYTES
+        return self.config.impl == "auto" and device.type == THROUGH_DEVICE and is_small and self.empty
+
     def _folds(self, committed: torch.Tensor, pending: torch.Tensor, tokens: int) -> torch.Tensor | None:
         """`StepPlan.folds`: a tensor wherever asking the host would stall a GPU or break a graph."""
         assert self.early is not None
@@ -189,11 +206,18 @@ class Cursor:
             self.forwards += 1
         with torch.no_grad():
             if plan.scanned:
-                base.add_(committed).add_(pending).add_(plan.scanned)
-                committed.zero_()
-                pending.fill_(plan.kept)
-                self.spread()
+                base.add_(plan.scanned)
+                if not plan.was_empty:
+                    base.add_(committed).add_(pending)
+                    committed.zero_()
+                    pending.zero_()
+                self.empty = plan.kept == 0
+                if plan.kept:
+                    pending.fill_(plan.kept)
+                if plan.tokens > 1:
+                    self.spread()
                 return
+            self.empty = False
             if plan.folds is not None:
                 base.add_(plan.folds)
                 committed.sub_(plan.folds)
@@ -217,13 +241,14 @@ class Cursor:
         with torch.no_grad():
             base.add_(committed)
             committed.zero_()
+        self.empty = not self.recorded
         self.spread()
 
     def reset(self) -> None:
         """Back to an empty sequence, in place; recording stops."""
         self.recording = self.recorded = False
         self.plan = None
-        self.fresh = self.first = True
+        self.fresh = self.first = self.empty = True
         self.broken = False
         if self.base is not None:
             with torch.no_grad():

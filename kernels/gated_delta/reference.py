@@ -25,9 +25,9 @@ import torch
 from replay_transformers.kernels.decay import at_least_float32, readable, segment_sums, suffix_sums
 from replay_transformers.kernels.heads import by_group, heads_first, scale_scores
 from replay_transformers.kernels.ring import gather_records, live_records, record_slots, write_records
-from replay_transformers.kernels.saturate import store_rows
+from replay_transformers.kernels.saturate import store, store_rows
 
-__all__ = ["fold", "folded_state", "l2_normalise", "replay_step", "scan"]
+__all__ = ["fold", "folded_state", "l2_normalise", "replay_step", "scan", "update"]
 
 NORM_EPSILON = 1e-6  # inside the square root, as in transformers and flash-linear-attention
 
@@ -236,3 +236,22 @@ def scan(
         outputs.append(carried + scores @ deltas)
         state = _next_state(state, deltas, keys_c, logs_c)
     return torch.cat(outputs, dim=2).transpose(1, 2).to(q.dtype), state
+
+
+def update(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    state: torch.Tensor,
+) -> torch.Tensor:
+    """The recurrence over ``T`` tokens, eagerly: as `scan`, but ``state`` (any float dtype) is **mutated**.
+
+    Returns:
+        ``[B, T, Hv, V]`` in the dtype of ``q``.
+    """
+    output, after = scan(q, k, v, g, beta, state=state)
+    store(state, after)
+    return output

@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from replay_transformers.kernels.gated_delta.update import update
 from replay_transformers.kernels.launch import choose, on_their_device
 from replay_transformers.kernels.parts import after_part, parts_of
 from replay_transformers.kernels.tiles import record_slot, saturated
@@ -33,7 +34,7 @@ from replay_transformers.kernels.validation import (
     power_of_two,
 )
 
-__all__ = ["replay_step"]
+__all__ = ["replay_step", "update"]
 
 MIN_RECORDS = 16  # records are read in blocks of so many
 UNROLL = tl.constexpr(4)  # records folded per round of the loop, so that their loads are under way together

@@ -17,9 +17,9 @@ import torch
 from replay_transformers.kernels.decay import at_least_float32, readable, segment_sums, suffix_sums
 from replay_transformers.kernels.heads import by_group, heads_first, read_state, scale_scores
 from replay_transformers.kernels.ring import gather_records, live_records, record_slots, write_records
-from replay_transformers.kernels.saturate import store_rows
+from replay_transformers.kernels.saturate import store, store_rows
 
-__all__ = ["fold", "folded_state", "replay_step", "scan"]
+__all__ = ["fold", "folded_state", "replay_step", "scan", "update"]
 
 
 def _weighted_sum(weights: torch.Tensor, scores: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -215,3 +215,23 @@ def scan(
         outputs.append(_block(state, *block, C_t[:, :, part], dt_t[:, :, part], rate))
         state = _next_state(state, *block, dt_t[:, :, part], rate)
     return _finish(torch.cat(outputs, dim=2), x, D), state
+
+
+def update(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    A: torch.Tensor,
+    D: torch.Tensor | None,
+    *,
+    state: torch.Tensor,
+) -> torch.Tensor:
+    """The recurrence over ``T`` tokens, eagerly: as `scan`, but ``state`` (any float dtype) is **mutated**.
+
+    Returns:
+        ``[B, T, H, P]`` in the dtype of ``x``.
+    """
+    output, after = scan(x, dt, B, C, A, D, state=state)
+    store(state, after)
+    return output

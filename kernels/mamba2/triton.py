@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from replay_transformers.kernels.launch import choose, on_their_device
+from replay_transformers.kernels.mamba2.update import update
 from replay_transformers.kernels.parts import after_part, parts_of
 from replay_transformers.kernels.tiles import record_slot, saturated
 from replay_transformers.kernels.validation import (
@@ -30,7 +31,7 @@ from replay_transformers.kernels.validation import (
     power_of_two,
 )
 
-__all__ = ["replay_step"]
+__all__ = ["replay_step", "update"]
 
 MIN_RECORDS = 16  # records are read in blocks of so many
 UNROLL = tl.constexpr(4)  # records folded per round of the loop, so that their loads are under way together

@@ -10,7 +10,6 @@ from replay_transformers.config import ReplayConfig
 from replay_transformers.cursor import Cursor, allocate, select_rows
 from replay_transformers.geometry import LayerGeometry
 from replay_transformers.implementation import Implementations
-from replay_transformers.kernels.saturate import store
 
 __all__ = ["ReplayLayer"]
 
@@ -40,6 +39,9 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
         self.cursor = cursor
         self.order = order
         self.total = total
+        itemsize = config.checkpoint_dtype.itemsize
+        row_bytes = geometry.heads * geometry.head_dim * geometry.state_dim * itemsize
+        cursor.state_bytes = max(cursor.state_bytes, row_bytes)
         self._convolution = Implementations("causal_conv", config.impl)
         self._recurrence = Implementations(geometry.kind, config.impl)
         # tensors from the first forward on, None before it
@@ -129,17 +131,17 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
     def _run(
         self,
         operands: tuple[torch.Tensor, ...],
-        scan: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+        update: Callable[..., torch.Tensor],
         replay: Callable[..., torch.Tensor],
     ) -> torch.Tensor:
         """The forward's output; records its tokens and closes the layer's forward.
 
         A long forward folds whatever the ring holds, scans its older tokens straight into the checkpoint, and sends
-        only those that may still be rejected through the ring.
+        only those that may still be rejected through the ring. So does a single token that is written through.
 
         Args:
             operands: tensors ``[B, T, ...]`` in the order of the kernels' arguments.
-            scan: takes the operands' older tokens, gives their output and the state after them.
+            update: takes the kernels' module and the operands' older tokens, gives their output, updates the state.
             replay: takes the kernels' module, the operands' newest tokens, the cursor and ``folds``; gives their output
                 and records them.
         """
@@ -149,11 +151,14 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
         outputs = []
         with torch.autocast(self.checkpoint.device.type, enabled=False):
             if plan.scanned:
-                if not self.cursor.first:
+                if not plan.was_empty:
                     self._fold(base, committed + pending)
-                output, state = scan(*(operand[:, : plan.scanned] for operand in operands))
-                store(self.checkpoint, state)
-                outputs.append(output)
+                older = [operand[:, : plan.scanned] for operand in operands]
+                kernels = self._recurrence.reference
+                if plan.scanned == 1:
+                    kernels = self._recurrence.choose(self.checkpoint, *older)
+                outputs.append(update(kernels, *older))
+            if plan.scanned and plan.kept:
                 base = base + committed + pending + plan.scanned
                 committed = pending = torch.zeros_like(base)
             if plan.kept:

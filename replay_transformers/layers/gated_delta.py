@@ -42,15 +42,15 @@ class GatedDeltaReplayLayer(ReplayLayer):
             float32. beta: ``[B, T, Hv]``.
         """
 
-        def scan(*operands: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return gated_delta.scan(*operands, state=self.checkpoint)
+        def update(kernels: Any, *operands: torch.Tensor) -> torch.Tensor:
+            return kernels.update(*operands, state=self.checkpoint)
 
         def replay(kernels: Any, *operands: torch.Tensor, **cursor: Any) -> torch.Tensor:
             rings: dict[str, Any] = {f"ring_{name}": ring for name, ring in self.rings.items()}
             settings = {**rings, **cursor, "state": self.checkpoint}
             return kernels.replay_step(*operands, **settings)
 
-        return self._run((q, k, v, g, beta), scan, replay)
+        return self._run((q, k, v, g, beta), update, replay)
 
     def _records(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         return self.rings["k"], self.rings["v"], self.rings["g"], self.rings["beta"]

@@ -55,8 +55,8 @@ class Mamba2ReplayLayer(ReplayLayer):
         with torch.no_grad():
             self.rate.copy_(A)
 
-        def scan(x: torch.Tensor, dt: torch.Tensor, B: torch.Tensor, C: torch.Tensor) -> tuple[Any, Any]:
-            return mamba2.scan(x, dt, B, C, A, D, state=self.checkpoint)
+        def update(kernels: Any, *operands: torch.Tensor) -> torch.Tensor:
+            return kernels.update(*operands, A, D, state=self.checkpoint)
 
         def replay(kernels: Any, *operands: torch.Tensor, **cursor: Any) -> torch.Tensor:
             return kernels.replay_step(
@@ -70,7 +70,7 @@ class Mamba2ReplayLayer(ReplayLayer):
                 **cursor,
             )
 
-        return self._run((x, dt, B, C), scan, replay)
+        return self._run((x, dt, B, C), update, replay)
 
     def _records(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         return self.rings["x"], self.rings["b"], self.rings["dt"], self.rate
