@@ -13,6 +13,7 @@ SHORTEST_STEP, LONGEST_STEP = 1e-3, 1e-1
 FASTEST_RATE = 16.0
 STATE_SCALE = 0.3
 LARGEST_POSITION = 1_000_000
+OPERANDS = {"mamba2": ("x", "dt", "B", "C", "A", "D"), "gated_delta": ("q", "k", "v", "g", "beta")}
 PHASES = 16  # of the flush cycle over which layers rotate, so that even one row is measured in all of them
 
 
@@ -66,10 +67,9 @@ def replay_operands(
 def eager_layer(geometry: LayerGeometry, rows: int, dtype: torch.dtype, device: torch.device) -> Tensors:
     """A layer's state in float32 and one token's inputs, contiguous, by the names that `eager` uses."""
     operands = replay_operands(geometry, rows, 1, dtype, device)
-    names = ("x", "dt", "B", "C", "A", "D") if geometry.kind == "mamba2" else ("q", "k", "v", "g", "beta")
     tensors = {
         name: (operand if operand.ndim == 1 else operand[:, 0]).contiguous()
-        for name, operand in zip(names, operands, strict=True)
+        for name, operand in zip(OPERANDS[geometry.kind], operands, strict=True)
     }
     outputs = torch.empty(rows, geometry.heads, geometry.head_dim, dtype=dtype, device=device)
     return {"state": random_state(geometry, rows, torch.float32, device), "y": outputs, **tensors}
@@ -90,7 +90,7 @@ def replay_layer(
     state_dtype: torch.dtype,
     device: torch.device,
 ) -> ReplayLayer:
-    """A layer with a random checkpoint and full rings of random records."""
+    """A layer with a random checkpoint and full rings of random records, whose ``d`` does not follow from the rest."""
     past = replay_operands(geometry, rows, capacity, dtype, device)
     # [B, T, heads, ...] -> [B, heads, R, ...]
     rings = [tensor.transpose(1, 2).contiguous() for tensor in past if tensor.ndim > 1]
