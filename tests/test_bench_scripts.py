@@ -3,6 +3,8 @@
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,17 @@ from typer.testing import CliRunner, Result
 from replay_transformers.cache import ReplayCache
 from replay_transformers.geometry import LayerGeometry
 from replay_transformers.kernels.mamba2 import reference as mamba2
-from scripts.benchmarks import operators
-from scripts.benchmarks.checks import WrongResultError, check_eager, check_replay
+from scripts.benchmarks import kernel_cells, operators
+from scripts.benchmarks.checks import WrongResultError, check_eager, check_replay, check_update
 from scripts.benchmarks.eager import EAGER, Tile, tiles
 from scripts.benchmarks.generate_cells import Settings, logit_error
 from scripts.benchmarks.generate_steps import StepRecorder, run_generate
 from scripts.benchmarks.presets import STATE_SPACE, layers_that_fit, load_presets, parameter_count
 from scripts.benchmarks.results import Budget, Results
 from scripts.benchmarks.stock import SlowStockError, provide_mamba_ssm, require_fast
-from scripts.benchmarks.timing import measure, quantile
+from scripts.benchmarks.summary import kernel_summary
+from scripts.benchmarks.tables import KERNEL_COLUMNS, kernel_rows, speed_up
+from scripts.benchmarks.timing import Timing, measure, quantile
 from scripts.benchmarks.weights import assert_usable, build_model
 from tests.kernels import oracles
 from tests.support.generation import CACHE_ARGUMENT
@@ -154,6 +158,46 @@ def test_a_wrong_replay_step_is_refused() -> None:
     assert all(torch.equal(layer.buffers[name], ring) for name, ring in rings.items())
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter")
+@pytest.mark.parametrize("kind", GEOMETRIES)
+def test_steps_that_fold_pass_the_check(kind: str) -> None:
+    kernel, reference = (
+        import_module(f"replay_transformers.kernels.{kind}.{name}").replay_step for name in ("triton", "reference")
+    )
+    geometry, rows, window = replace(GEOMETRIES[kind], heads=2, groups=1), 3, 2
+    full = torch.full((rows,), window)
+    layer = operators.replay_layer(
+        geometry, rows, 1, capacity=5, dtype=torch.bfloat16, state_dtype=torch.float32, device=CPU
+    )
+    before = {name: tensor.clone() for name, tensor in layer.buffers.items()}
+    places = [operators.cursor(full, full), operators.spread_cursors(rows, window, CPU)[0]]
+    for place in (*places, {**places[0], "pending": torch.tensor([0, 1, 2])}):
+        layer.buffers["state"].copy_(before["state"])
+        check_replay(kind, step=kernel, reference=reference, layer=layer, cursor=place)
+        for name, tensor in layer.buffers.items():
+            assert torch.equal(tensor, before[name]) == (name != "state")
+
+    def forgets_a_record(*operands: Any, **buffers: Any) -> Any:
+        return kernel(*operands, **{**buffers, "base": buffers["base"] + 1, "committed": buffers["committed"] - 1})
+
+    with pytest.raises(WrongResultError):
+        check_replay(kind, forgets_a_record, reference, layer, places[0])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter")
+@pytest.mark.parametrize("kind", GEOMETRIES)
+def test_a_wrong_update_is_refused(kind: str) -> None:
+    update = import_module(f"replay_transformers.kernels.{kind}.update").update
+    layer = operators.replay_layer(
+        GEOMETRIES[kind], 3, 1, capacity=4, dtype=torch.bfloat16, state_dtype=torch.float32, device=CPU
+    )
+    check_update(kind, update, layer)
+    with pytest.raises(WrongResultError, match="update: output"):
+        check_update(kind, lambda *operands, state: 1.03 * update(*operands, state=state), layer)
+    with pytest.raises(WrongResultError, match="update: state"):
+        check_update(kind, lambda *operands, state: update(*operands, state=state.clone()), layer)
+
+
 def test_spread_cursors_flush_one_row_in_a_window() -> None:
     cursors = operators.spread_cursors(32, 16, CPU)
     assert len(cursors) == 16
@@ -263,6 +307,41 @@ def test_kernels_from_end_to_end_and_plotted(call: Callable[..., Result], tmp_pa
     assert f"| {name} | 1 |" in plotted.output
     assert (tmp_path / "kernels-speed-up.svg").stat().st_size > 1000
     assert (tmp_path / "kernels-bandwidth.svg").stat().st_size > 1000
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter")
+@pytest.mark.parametrize("kind", GEOMETRIES)
+def test_small_states_are_written_through(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    geometry = replace(GEOMETRIES[kind], heads=2, groups=1)
+    settings = kernel_cells.Settings("triton", 2, (1, 2), ("float32", "bfloat16"), ceiling=1e12, device=CPU)
+    state = geometry.heads * geometry.head_dim * geometry.state_dim
+    checked: list[str] = []
+    for name in ("check_eager", "check_replay", "check_update"):
+        monkeypatch.setattr(kernel_cells, name, lambda *_, name=name: checked.append(name))
+    monkeypatch.setattr(kernel_cells, "measure", lambda calls, *_: Timing(1, 1, 1))
+    monkeypatch.setattr(kernel_cells, "WRITE_THROUGH_BYTES", 2 * state)
+    record = kernel_cells.measure_cell(geometry, 1, settings)
+    assert [name for name, step in record["replay"].items() if "update" in step] == ["t1/bfloat16"]
+    assert checked.count("check_update") == 1
+
+
+def test_speed_ups_count_the_flushes() -> None:
+    def us(time: float) -> dict[str, float]:
+        return {"p20": time, "p50": time, "p80": time}
+
+    step = {"plain": us(1), "plain_with_folds": us(2), "flush": us(9), "amortised": 4.0, "share_of_ceiling": 0.5}
+    cell = {
+        "preset": "made up", "batch": 64, "eager": {**us(20), "share_of_ceiling": 0.5},
+        "replay": {"t1/float32": step | {"spread": us(5)}, "t4/float32": step},
+    }  # fmt: skip
+    assert [speed_up(cell, name) for name in cell["replay"]] == [4, 20]
+    assert [speed_up({**cell, "batch": 8}, name) for name in cell["replay"]] == [5, 20]
+    columns = [KERNEL_COLUMNS.index(f"speed-up {flushes}") for flushes in ("amortised", "spread")]
+    assert [[row[i] for i in columns] for row in kernel_rows({"": cell})] == [["5.00", "4.00"], ["20.00", "-"]]
+    cell["replay"]["t1/float32"]["update"] = us(2)
+    assert [[row[i] for i in columns] for row in kernel_rows({"": cell})] == [["10.00", "10.00"], ["20.00", "-"]]
+    assert all(len(row) == len(KERNEL_COLUMNS) for row in kernel_rows({"": cell, "1": {**cell, "replay": {}}}))
+    assert next(iter(kernel_summary({"": cell})))[3:5] == ["2.0", "10.00"]
 
 
 def test_plots_and_tables_from_synthetic_results(call: Callable[..., Result], tmp_path: Path) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from replay_transformers.cursor import WRITE_THROUGH_BYTES
 from replay_transformers.geometry import LayerGeometry
 
 from . import operators
-from .checks import check_eager, check_replay
+from .checks import check_eager, check_replay, check_update
 from .eager import EAGER, tiles, update_all
 from .timing import Timing, cache_bytes, measure
 
@@ -129,6 +130,12 @@ def _replay(geometry: LayerGeometry, rows: int, tokens: int, checkpoint: str, se
     for name, places in cursors.items():
         check_replay(f"{name}, T = {tokens}, {checkpoint}", step, reference, layers[0], places[0])
         timings[name] = measure(_steps(step, layers, places), device, FINAL_MS)
+    is_written_through = tokens == 1 and layers[0].buffers["state"].nbytes <= WRITE_THROUGH_BYTES
+    if is_written_through and settings.implementation == "triton":
+        update = importlib.import_module(f"{folder}.update").update
+        check_update(geometry.kind, update, layers[0])
+        calls = [functools.partial(update, *layer.operands, state=layer.buffers["state"]) for layer in layers]
+        timings["update"] = measure(calls, device, FINAL_MS)
     traffic = operators.plain_traffic(geometry, rows, tokens, window // 2, dtype.itemsize)
     return {
         **{name: timing.to_dict() for name, timing in timings.items()},

@@ -45,7 +45,7 @@ def _save(figure: Any, path: Path, where: str) -> Path:
 
 
 def plot_speed_up(cells: Cells, path: Path, where: str) -> Path:
-    """Amortised single-token step against the tuned eager update."""
+    """Single-token step on average, flushes included, against the tuned eager update."""
     figure, axes = plt.subplots(figsize=(8, 4.5))
     for index, (preset, group) in enumerate(_by_preset(cells).items()):
         for name, style in STYLES.items():

@@ -5,11 +5,13 @@ from typing import Any
 
 from rich.table import Table
 
+from replay_transformers.cursor import SPREAD_ROWS
+
 Cells = dict[str, dict[str, Any]]
 
 KERNEL_COLUMNS = (
     "model", "batch", "eager us", "checkpoint", "T", "plain us", "p20-p80", "with folds", "flush us", "spread us",
-    "amortised", "speed-up", "of read ceiling",
+    "amortised", "update us", "speed-up amortised", "speed-up spread", "of read ceiling",
 )  # fmt: skip
 GENERATE_COLUMNS = (
     "model", "batch", "prompt", "configuration", "step ms", "p50", "p99", "tokens/s", "prefill ms", "first call s",
@@ -23,10 +25,10 @@ def kernel_rows(cells: Cells) -> Iterable[list[str]]:
         eager = cell["eager"]["p50"]
         head = [cell["preset"], str(cell["batch"]), f"{eager:.1f}"]
         if not cell["replay"]:
-            yield [*head, *["-"] * 8, "1.00", f"{cell['eager']['share_of_ceiling']:.1%}"]
+            yield [*head, *["-"] * 9, "1.00", "1.00", f"{cell['eager']['share_of_ceiling']:.1%}"]
         for name, step in cell["replay"].items():
             tokens, checkpoint = name.split("/")
-            plain, spread = step["plain"], step.get("spread")
+            plain, spread, update = step["plain"], step.get("spread"), step.get("update")
             yield [
                 *head,
                 checkpoint,
@@ -37,16 +39,32 @@ def kernel_rows(cells: Cells) -> Iterable[list[str]]:
                 f"{step['flush']['p50']:.1f}",
                 f"{spread['p50']:.1f}" if spread else "-",
                 f"{step['amortised']:.1f}",
-                f"{speed_up(cell, name):.2f}",
+                f"{update['p50']:.1f}" if update else "-",
+                f"{speed_up(cell, name, 'amortised'):.2f}",
+                f"{speed_up(cell, name, 'spread'):.2f}" if spread else "-",
                 f"{step['share_of_ceiling']:.1%}",
             ]
 
 
-def speed_up(cell: dict[str, Any], name: str) -> float:
-    """How many times faster than eager decoding of the same number of tokens the amortised step is."""
+def step_us(cell: dict[str, Any], name: str, flushes: str | None = None) -> float:
+    """Microseconds of a step on average: the update where states are small enough that the cache writes them through.
+
+    Args:
+        flushes: "amortised", all rows in the same step; "spread", a few rows in each step, measured for single tokens
+            only. By default as the cache does it: spread if there are many rows.
+    """
     step = cell["replay"][name]
+    if "update" in step:
+        return float(step["update"]["p50"])
+    if flushes is None:
+        flushes = "spread" if cell["batch"] >= SPREAD_ROWS and "spread" in step else "amortised"
+    return float(step["spread"]["p50"] if flushes == "spread" else step["amortised"])
+
+
+def speed_up(cell: dict[str, Any], name: str, flushes: str | None = None) -> float:
+    """How many times faster than eager decoding of the same number of tokens the step is (see `step_us`)."""
     tokens = int(name.split("/")[0][1:])
-    return float(tokens * cell["eager"]["p50"] / step["amortised"])
+    return float(tokens * cell["eager"]["p50"] / step_us(cell, name, flushes))
 
 
 def generate_rows(cells: Cells) -> Iterable[list[str]]:
