@@ -1,7 +1,9 @@
 """Find the fastest launch configurations of the Triton kernels on the GPU at hand.
 
 Every configuration is checked against the reference before it is timed. The best ones go into a table that the package
-reads, by default its own (kernels/launch.json), as entries of this GPU; cases that already have one are skipped.
+reads, by default its own (kernels/launch.json), as entries of this GPU, without those that say the same as the one
+below them. So that no case is tuned twice, all of them stand in results/launch-<gpu>.json, or in mine.measured.json
+beside a table --output=mine.json.
 """
 
 import os
@@ -15,8 +17,8 @@ import torch
 import typer
 from benchmarks.kernel_cells import release
 from benchmarks.presets import chosen_presets
-from benchmarks.results import Budget, environment, gpu_name
-from benchmarks.tuning import Case, Outcome, candidates, cases, compile_one, tune
+from benchmarks.results import Budget, default_path, environment, gpu_name
+from benchmarks.tuning import Case, Outcome, candidates, cases, compile_one, condense, tune
 from benchmarks.workloads import Settings
 from rich.console import Console
 from rich.progress import track
@@ -38,7 +40,7 @@ def main(
     ] = None,
     window: Annotated[int, typer.Option(help="Flush window.", min=2)] = 16,
     output: Annotated[Path, typer.Option(help="Table to write; by default the package's own.")] = TABLE,
-    redo: Annotated[bool, typer.Option(help="Tune cases anew that the table has for this GPU.")] = False,
+    redo: Annotated[bool, typer.Option(help="Tune cases anew that were tuned on this GPU.")] = False,
     minutes: Annotated[float | None, typer.Option(help="Stop before this much time has passed.")] = None,
     workers: Annotated[int | None, typer.Option(help="Processes that compile ahead; 0 for none.", min=0)] = None,
     device: Annotated[str, typer.Option(help="cuda; cpu only to try the script, with TRITON_INTERPRET=1.")] = "cuda",
@@ -51,7 +53,9 @@ def main(
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
     gpu, budget = gpu_name(), Budget(minutes)
-    have = set() if redo or not output.exists() else {entry.place for entry in read(output)}
+    measured = default_path("launch") if output == TABLE else output.with_suffix(".measured.json")
+    tuned = Tuned(output, measured, gpu)
+    have = set() if redo else set(tuned.entries)
     missing = [
         case
         for case in cases(geometries, batch or BATCHES)
@@ -61,10 +65,37 @@ def main(
     if settings.device.type == "cuda" and workers != 0:
         compile_all(missing, settings, workers or min(MOST_WORKERS, os.cpu_count() or 1))
     budget.started = time.monotonic()  # compiling was no case
-    failed = tune_all(missing, settings, gpu, output, budget)
+    failed = tune_all(missing, settings, tuned, budget)
+    if tuned.entries:
+        tuned.save()
     console.print(f"written to {output}")
     if failed:
         raise typer.Exit(1)
+
+
+class Tuned:
+    """All cases tuned so far on one GPU, in full in the file ``measured`` and condensed in ``table``.
+
+    What the table says counts as tuned as well, and more than what ``measured`` says of the same case.
+    """
+
+    def __init__(self, table: Path, measured: Path, gpu: str) -> None:
+        self.table, self.measured, self.gpu = table, measured, gpu
+        known = [entry for path in (measured, table) if path.exists() for entry in read(path)]
+        self.entries = {entry.place: entry for entry in known if entry.gpu == gpu}
+
+    def put(self, entry: Entry) -> None:
+        """Add an entry, in place of an older one for the same case, and write."""
+        self.entries[entry.place] = entry
+        self.save()
+
+    def save(self) -> None:
+        """Write both files."""
+        others = [other for other in read(self.table) if other.gpu != self.gpu] if self.table.exists() else []
+        mine = list(self.entries.values())
+        for path, entries in ((self.measured, mine), (self.table, [*others, *condense(mine)])):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(path, entries)
 
 
 def _empty(case: Case, gpu: str) -> Entry:
@@ -83,7 +114,7 @@ def compile_all(missing: list[Case], settings: Settings, workers: int) -> None:
             future.result()
 
 
-def tune_all(missing: list[Case], settings: Settings, gpu: str, output: Path, budget: Budget) -> list[Case]:
+def tune_all(missing: list[Case], settings: Settings, tuned: Tuned, budget: Budget) -> list[Case]:
     """Tune case by case, each written at once; returns those that failed or had a wrong result."""
     failed = []
     for case in missing:
@@ -98,18 +129,11 @@ def tune_all(missing: list[Case], settings: Settings, gpu: str, output: Path, bu
             continue
         finally:
             release()
-        put(output, case.entry(gpu, outcome.best))
+        tuned.put(case.entry(tuned.gpu, outcome.best))
         report(case, outcome)
         if outcome.wrong:
             failed.append(case)
     return failed
-
-
-def put(output: Path, entry: Entry) -> None:
-    """Add an entry to the table, in place of an older one for the same case."""
-    entries = read(output) if output.exists() else []
-    output.parent.mkdir(parents=True, exist_ok=True)
-    write(output, [*(other for other in entries if other.place != entry.place), entry])
 
 
 def report(case: Case, outcome: Outcome) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,12 @@ pytest.importorskip("triton")
 from replay_transformers.geometry import LayerGeometry
 from replay_transformers.kernels import launch as launches
 from replay_transformers.kernels.launch import Launch, choose
-from replay_transformers.kernels.launch_table import OPERATORS, Entry, read, write
+from replay_transformers.kernels.launch_table import OPERATORS, Entry, find, read, write
 from scripts.benchmarks import tuning
 from scripts.benchmarks.checks import WrongResultError
 from scripts.benchmarks.presets import load_presets
 from scripts.benchmarks.timing import Timing
-from scripts.benchmarks.tuning import Case, cases, of_prepare, of_step, tune
+from scripts.benchmarks.tuning import Case, cases, condense, of_prepare, of_step, tune
 from scripts.benchmarks.workloads import Settings, Workload, make_workload, steady_cursors
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
@@ -157,6 +158,48 @@ def test_every_entry_of_the_table_gives_right_results(operator: str) -> None:
             workload.check()
 
 
+def test_what_a_smaller_size_says_already_is_left_out() -> None:
+    def entry(least: int, block: int, tokens: str = "1", operator: str = "mamba2") -> Entry:
+        return Entry("GPU", operator, 64, 128, tokens, least, Launch(block, 1))
+
+    entries = [entry(n, block) for n, block in ((8, 4), (16, 4), (32, 8), (64, 8), (128, 4), (256, 4))]
+    entries += [entry(8, 4, "2-8"), entry(8, 4, operator="gated_delta"), entry(16, 8, operator="gated_delta")]
+    kept = condense(reversed(entries))
+    assert {(line.operator, line.tokens, line.least) for line in kept} == {
+        ("mamba2", "1", 8), ("mamba2", "1", 32), ("mamba2", "1", 128), ("mamba2", "2-8", 8),
+        ("gated_delta", "1", 8), ("gated_delta", "1", 16),
+    }  # fmt: skip
+    for size in range(1, 300):
+        for operator, tokens in (("mamba2", 1), ("mamba2", 4), ("gated_delta", 1)):
+            case = "GPU", operator, size, tokens, 64, 128
+            assert find(kept, *case) == find(entries, *case)
+
+
+@on_the_cpu
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("kind", TINY)
+def test_folding_rows_are_checked(kind: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = import_module(f"replay_transformers.kernels.{kind}.triton")
+    step, settings = kernel.replay_step, Settings(CPU, window=4)
+    monkeypatch.setattr("scripts.benchmarks.workloads.SPREAD_ROWS", 4)
+
+    def due(buffers: dict[str, Any]) -> torch.Tensor:
+        assert (buffers["folds"] > 0).any()
+        return (buffers["folds"] > 0).float()
+
+    def wrong_if_due(*operands: Any, **buffers: Any) -> Any:
+        return step(*operands, **buffers) * (1 + 0.03 * due(buffers)).view(-1, 1, 1, 1)
+
+    def never_folds(*operands: Any, **buffers: Any) -> Any:
+        return step(*operands, **{**buffers, "state": buffers["state"].clone()})
+
+    make_workload(kind, TINY[kind], 4, tokens, settings, copies=1).check()
+    for fault, message in ((wrong_if_due, "output"), (never_folds, "state")):
+        monkeypatch.setattr(kernel, "replay_step", fault)
+        with pytest.raises(WrongResultError, match=message):  # the row that is due is not one of first, middle and last
+            make_workload(kind, TINY[kind], 5, tokens, settings, copies=1).check()
+
+
 @on_the_cpu
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_wrong_results_are_seen(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +215,7 @@ def test_wrong_results_are_seen(operator: str, monkeypatch: pytest.MonkeyPatch) 
 @on_the_cpu
 @pytest.mark.parametrize("preset", ["tiny-nemotron-h", "tiny-qwen3.5"])
 def test_from_end_to_end_and_resumed(tuner: Callable[..., Result], tmp_path: Path, preset: str) -> None:
-    path = tmp_path / "folder" / "launch.json"
+    path, measured = tmp_path / "folder" / "launch.json", tmp_path / "folder" / "launch.measured.json"
     arguments = ("--device=cpu", f"--preset={preset}", "--batch=2", f"--output={path}")
     first = tuner(*arguments)
     assert first.exit_code == 0, first.output
@@ -183,11 +226,24 @@ def test_from_end_to_end_and_resumed(tuner: Callable[..., Result], tmp_path: Pat
         ("causal_conv", 2 * geometry.conv_dim),
     }
     assert "0 cases to tune" in tuner(*arguments).output
-    assert read(path) == entries
+    assert read(path) == read(measured) == entries
     other = Entry("GPU", geometry.kind, 64, 128, "1", 8, Launch(4, 1))
-    write(path, [other, *(entry for entry in entries if entry.operator != "causal_conv")])
+    fewer = [entry for entry in entries if entry.operator != "causal_conv"]
+    write(path, [other, *fewer])
+    assert "0 cases to tune" in tuner(*arguments).output
+    assert {entry.place for entry in read(path)} == {entry.place for entry in (other, *entries)}
+    write(path, [other, *fewer])
+    measured.unlink()
     assert "1 cases to tune" in tuner(*arguments).output
     assert {entry.place for entry in read(path)} == {entry.place for entry in (other, *entries)}
+    # twice the batch, launched the same: measured, and not in the table
+    twice = [replace(entry, least=2 * entry.least) for entry in entries]
+    write(measured, [*entries, *twice])
+    assert "0 cases to tune" in tuner(*arguments, "--batch=4").output
+    assert {entry.place for entry in read(path)} == {entry.place for entry in (other, *entries)}
+    assert read(measured) == sorted(
+        [*entries, *twice], key=lambda entry: (entries[0].operator != entry.operator, entry.least)
+    )
     assert "the time is up" in tuner(*arguments, "--redo", "--minutes=0").output
 
 

@@ -100,6 +100,16 @@ def cases(geometries: Iterable[LayerGeometry], batches: Iterable[int]) -> list[C
     return list({case.entry("", Launch(1, 1)).place: case for case in every}.values())
 
 
+def condense(entries: Iterable[Entry]) -> list[Entry]:
+    """Without the entries that say the same as the one below them, which holds for their sizes then."""
+    kept: list[Entry] = []
+    for entry in sorted(entries, key=lambda entry: entry.place):
+        is_first = not kept or kept[-1].place[:-1] != entry.place[:-1]
+        if is_first or kept[-1].launch != entry.launch:
+            kept.append(entry)
+    return kept
+
+
 def of_prepare(case: Case, start: Launch) -> list[Launch]:
     """Configurations that differ from ``start`` in the prepare kernel, up to a whole group per program."""
     if case.operator == CONVOLUTION:
