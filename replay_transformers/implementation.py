@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import sys
 from types import ModuleType
 
 import torch
@@ -12,7 +13,10 @@ __all__ = ["Implementations"]
 
 logger = logging.getLogger(__name__)
 
+# operator -> the library whose kernels scan a prompt, where it is installed
+LIBRARIES = {"gated_delta": "fla", "mamba2": "mamba_ssm"}
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+GPU = "cuda"
 _said: set[tuple[str, str]] = set()
 
 
@@ -36,6 +40,10 @@ class Implementations:
         if wanted and self.installed:
             self.triton = importlib.import_module(f"replay_transformers.kernels.{operator}.triton")
 
+        self.library: ModuleType | None = None
+        if impl == "auto" and torch.cuda.is_available():
+            self.library = _import_library(operator)
+
     def __reduce__(self) -> tuple[type, tuple[str, str]]:
         return type(self), (self.operator, self.impl)  # modules cannot be pickled
 
@@ -54,12 +62,27 @@ class Implementations:
         if refused is not None and self.impl == "triton":
             raise ValueError(f"impl='triton' cannot run here: {refused}; use impl='auto' or impl='reference'")
         if not torch.compiler.is_compiling():
-            where = "on a GPU" if state.device.type == "cuda" else "in Triton's interpreter"
+            where = "on a GPU" if state.device.type == GPU else "in Triton's interpreter"
             self._say("reference" if refused is not None else "triton", refused or where)
         return self.reference if refused is not None or self.triton is None else self.triton
 
+    def choose_scan(self, state: torch.Tensor, *operands: torch.Tensor) -> ModuleType:
+        """The module whose `update` scans a prompt: a library's kernels, or the reference.
+
+        The libraries compute in the activations' precision, as stock transformers does with them; for float32, for
+        gradients and in compiled graphs it is always the reference.
+
+        Args:
+            state: what the operator keeps. operands: the tokens' tensors, activations first.
+        """
+        is_narrow = operands[0].dtype in (torch.bfloat16, torch.float16)
+        wants_gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in operands)
+        if self.library is None or not is_narrow or wants_gradients or torch.compiler.is_compiling():
+            return self.reference
+        return self.library if state.device.type == GPU else self.reference
+
     def _why_not_triton(self, state: torch.Tensor, operands: tuple[torch.Tensor, ...]) -> str | None:
-        if state.device.type != "cuda" and not self.interpreted:
+        if state.device.type != GPU and not self.interpreted:
             return f"the tensors are on {state.device}, not on a GPU"
         if self.triton is None:
             return "triton is not installed"
@@ -74,3 +97,16 @@ class Implementations:
         if (self.operator, name) not in _said:
             _said.add((self.operator, name))
             logger.info("%s steps run on the %s implementation (%s)", self.operator, name, reason)
+
+
+def _import_library(operator: str) -> ModuleType | None:
+    name = LIBRARIES.get(operator)
+    if name is None or not (name in sys.modules or importlib.util.find_spec(name)):
+        return None
+    try:
+        return importlib.import_module(f"replay_transformers.kernels.{operator}.library")
+    except Exception as error:  # whatever a library built for another torch raises
+        if (operator, name) not in _said:
+            _said.add((operator, name))
+            logger.warning("%s is installed and cannot be imported; prompts are scanned without it: %s", name, error)
+        return None

@@ -106,10 +106,7 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
         if self.conv_ring is None:
             self.allocate(inputs.shape[0], inputs.dtype, inputs.device)
         base, committed, pending, _ = self.cursor.on(inputs.device)
-        # longer forwards are scanned; what they write may run into the context
-        kernels = self._convolution.reference
-        if inputs.shape[1] <= self.config.max_step:
-            kernels = self._convolution.choose(self.conv_ring, inputs, weight)
+        kernels = self._convolution.choose(self.conv_ring, inputs, weight)
         with torch.autocast(inputs.device.type, enabled=False):
             return kernels.conv_step(
                 inputs, weight, bias, ring=self.conv_ring, position=base + committed + pending, activation=activation
@@ -154,10 +151,8 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
                 if not plan.was_empty:
                     self._fold(base, committed + pending)
                 older = [operand[:, : plan.scanned] for operand in operands]
-                kernels = self._recurrence.reference
-                if plan.scanned == 1:
-                    kernels = self._recurrence.choose(self.checkpoint, *older)
-                outputs.append(update(kernels, *older))
+                choose = self._recurrence.choose if plan.scanned == 1 else self._recurrence.choose_scan
+                outputs.append(update(choose(self.checkpoint, *older), *older))
             if plan.scanned and plan.kept:
                 base = base + committed + pending + plan.scanned
                 committed = pending = torch.zeros_like(base)

@@ -1,0 +1,36 @@
+"""The scan over a prompt through mamba-ssm's kernels, which stock transformers uses as well."""
+
+import torch
+from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+from replay_transformers.kernels.saturate import store
+
+__all__ = ["update"]
+
+CHUNK = 128  # tokens; the released Nemotron models' own setting
+
+
+def update(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    A: torch.Tensor,
+    D: torch.Tensor | None,
+    *,
+    state: torch.Tensor,
+) -> torch.Tensor:
+    """As `replay_transformers.kernels.mamba2.reference.update`, in the precision of the activations.
+
+    Args:
+        x: ``[B, T, H, P]``. dt: ``[B, T, H]``, after bias, softplus and clamp. B, C: ``[B, T, G, N]``. A, D: ``[H]``.
+        state: ``[B, H, P, N]``, **mutated**.
+
+    Returns:
+        ``[B, T, H, P]`` in the dtype of ``x``.
+    """
+    output, after = mamba_chunk_scan_combined(
+        x, dt, A, B, C, chunk_size=CHUNK, D=D, initial_states=state.float(), return_final_states=True
+    )
+    store(state, after)
+    return output.to(x.dtype)

@@ -1,0 +1,95 @@
+"""Prompts through the kernels of flash-linear-attention and mamba-ssm: what they are given, and what is done with it.
+
+The libraries need a GPU. Here modules of their names stand in for them, whose functions follow the documented
+interfaces by way of the references.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from replay_transformers import implementation
+from replay_transformers.implementation import Implementations
+from tests.support.operators import EVERY_OPERATOR, GATED_DELTA, GEOMETRIES, MAMBA2, Operator
+
+
+def _chunk_gated_delta_rule(
+    q: Any, k: Any, v: Any, g: Any, beta: Any, *, initial_state: Any, output_final_state: bool, **flags: bool
+) -> Any:
+    assert flags == {"use_qk_l2norm_in_kernel": True}
+    assert output_final_state
+    assert q.shape[2] == k.shape[2] == v.shape[2]  # one query head per value head
+    assert initial_state.dtype == torch.float32
+    return GATED_DELTA.kernel.scan(q, k, v, g, beta, state=initial_state)
+
+
+def _mamba_chunk_scan_combined(x: Any, dt: Any, A: Any, B: Any, C: Any, chunk_size: int, **rest: Any) -> Any:
+    assert chunk_size > 0
+    assert rest.pop("return_final_states")
+    state, D = rest.pop("initial_states"), rest.pop("D")
+    assert not rest
+    assert state.dtype == torch.float32
+    return MAMBA2.kernel.scan(x, dt, B, C, A, D, state=state)
+
+
+@pytest.fixture
+def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    for path, name, function in (
+        ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", _chunk_gated_delta_rule),
+        ("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined", _mamba_chunk_scan_combined),
+    ):
+        parts = path.split(".")
+        for end in range(1, len(parts) + 1):
+            monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(".".join(parts[:end])))
+        setattr(sys.modules[path], name, function)
+    for operator in ("gated_delta", "mamba2"):
+        monkeypatch.delitem(sys.modules, f"replay_transformers.kernels.{operator}.library", raising=False)
+
+
+@EVERY_OPERATOR
+@pytest.mark.parametrize("checkpoint", [torch.float32, torch.bfloat16])
+def test_outputs_and_states_are_the_reference(operator: Operator, checkpoint: torch.dtype, libraries: None) -> None:
+    library = importlib.import_module(f"replay_transformers.kernels.{operator.name}.library")
+    geometry = GEOMETRIES[0]
+    tokens, parameters = operator.draw(2, 9, geometry, torch.float32), operator.parameters(geometry, torch.float32)
+    states = [torch.randn(2, *operator.state_shape(geometry)).to(checkpoint)]
+    states.append(states[0].clone())
+    outputs = [
+        kernel.update(*tokens.values(), *parameters.values(), state=state)
+        for kernel, state in zip((library, operator.kernel), states, strict=True)
+    ]
+    torch.testing.assert_close(*outputs)
+    torch.testing.assert_close(*states)
+
+
+@EVERY_OPERATOR
+def test_when_a_library_is_used(operator: Operator, libraries: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    chosen = Implementations(operator.name, "auto")
+    assert chosen.library is not None
+    on_a_gpu, narrow = torch.zeros(1, device="meta"), torch.zeros(1, dtype=torch.bfloat16)
+    monkeypatch.setattr(implementation, "GPU", "meta")
+    assert chosen.choose_scan(on_a_gpu, narrow) is chosen.library
+    assert chosen.choose_scan(torch.zeros(1), narrow) is chosen.reference
+    assert chosen.choose_scan(on_a_gpu, torch.zeros(1)) is chosen.reference
+    assert chosen.choose_scan(on_a_gpu, narrow.clone().requires_grad_()) is chosen.reference
+    for impl in ("reference", "triton"):
+        assert Implementations(operator.name, impl).library is None
+
+
+def test_a_broken_library_is_said_and_left_alone(
+    monkeypatch: pytest.MonkeyPatch, libraries: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(implementation, "_said", set())
+    delattr(sys.modules["fla.ops.gated_delta_rule"], "chunk_gated_delta_rule")
+    for _ in range(2):
+        assert Implementations("gated_delta", "auto").library is None
+    assert len(caplog.messages) == 1
+    assert "fla is installed and cannot be imported" in caplog.messages[0]
