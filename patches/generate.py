@@ -1,5 +1,6 @@
 """`generate(cache_implementation="replay" | "replay_static")`: builds, pools and checks the caches of a call."""
 
+import dataclasses
 import functools
 import gc
 import sys
@@ -17,10 +18,34 @@ from replay_transformers.patches.capture import with_own_backend
 from replay_transformers.patches.pool import CachePool
 from replay_transformers.patches.versions import cache_argument, generate_cache_name
 
-__all__ = ["CACHE_NAMES", "STATIC_NAME", "GenerateSettings", "wrap_generate", "wrap_prepare_cache"]
+__all__ = [
+    "CACHE_NAMES",
+    "STATIC_NAME",
+    "GenerateSettings",
+    "RunningCall",
+    "wrap_generate",
+    "wrap_prepare_cache",
+]
 
 GROWING_NAME, STATIC_NAME = "replay", "replay_static"
 CACHE_NAMES = (GROWING_NAME, STATIC_NAME)
+
+
+@dataclass
+class RunningCall:
+    """A `generate` call that is under way.
+
+    Args:
+        borrowed: the caches lent to it: ``(model, key, cache)``.
+        drafts: how many tokens its drafter proposes at most in one round; None without a drafter.
+        limits: what drafts are cut to, once assisted decoding has begun (`patches/drafts.py`).
+        seen: tokens that its cache held before assisted decoding began.
+    """
+
+    borrowed: list[tuple[Any, Hashable, ReplayCache]] = field(default_factory=list)
+    drafts: int | None = None
+    limits: Any = None
+    seen: int = 0
 
 
 @dataclass
@@ -38,10 +63,11 @@ class GenerateSettings:
     pool: CachePool = field(default_factory=CachePool)
     calls: threading.local = field(default_factory=threading.local)
 
-    def borrowed(self) -> list[tuple[Any, Hashable, ReplayCache]]:
-        """The caches lent to the innermost running `generate` call of this thread: ``(model, key, cache)``."""
-        stack = getattr(self.calls, "stack", None)
-        return stack[-1] if stack else []
+    def call(self, outer: bool = False) -> RunningCall:
+        """The innermost `generate` call of this thread, or the one around it (an assistant's target)."""
+        stack = getattr(self.calls, "stack", [])
+        place = 2 if outer else 1
+        return stack[-place] if len(stack) >= place else RunningCall()
 
 
 def wrap_generate(original: Callable[..., Any], settings: GenerateSettings) -> Callable[..., Any]:
@@ -50,8 +76,9 @@ def wrap_generate(original: Callable[..., Any], settings: GenerateSettings) -> C
     @functools.wraps(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         stack = settings.calls.__dict__.setdefault("stack", [])
-        borrowed: list[tuple[Any, Hashable, ReplayCache]] = []
-        stack.append(borrowed)
+        call = RunningCall()
+        borrowed = call.borrowed
+        stack.append(call)
         try:
             result = original(self, *args, **kwargs)
         finally:
@@ -85,14 +112,18 @@ def wrap_prepare_cache(original: Callable[..., Any], settings: GenerateSettings)
         **kwargs: Any,
     ) -> Any:
         rest = (generation_mode, batch_size, max_cache_length, *args)
-        users_cache = cache_argument(model_kwargs)
+        users_cache, call = cache_argument(model_kwargs), settings.call()
+        if generation_config.is_assistant:
+            _keep_own_settings(generation_config)
         if isinstance(users_cache, ReplayCache):
             _check_users_cache(self, users_cache, generation_config, max_cache_length)
+            _check_drafter(call, generation_mode, users_cache.replay_config)
             settings.prepare_model(self)
             generation_config.compile_config = with_own_backend(generation_config.compile_config)
             return original(self, generation_config, model_kwargs, *rest, **kwargs)
         name = generation_config.cache_implementation
-        if name is None and settings.default and users_cache is None and _is_supported(self):
+        is_default = settings.default or generation_config.is_assistant
+        if name is None and is_default and users_cache is None and _is_supported(self):
             name = GROWING_NAME
         if name not in CACHE_NAMES or users_cache is not None or generation_config.use_cache is False:
             return original(self, generation_config, model_kwargs, *rest, **kwargs)
@@ -101,6 +132,7 @@ def wrap_prepare_cache(original: Callable[..., Any], settings: GenerateSettings)
         if generation_config.max_cache_len is not None:
             max_cache_length = max(max_cache_length, generation_config.max_cache_len)
         cache = _borrow(self, settings, generation_config, rows, max_cache_length if name == STATIC_NAME else None)
+        _check_drafter(call, generation_mode, cache.replay_config)
         settings.prepare_model(self)
         generation_config.compile_config = with_own_backend(generation_config.compile_config)
         if generation_config.is_assistant:
@@ -112,11 +144,19 @@ def wrap_prepare_cache(original: Callable[..., Any], settings: GenerateSettings)
 
 
 def _is_supported(model: Any) -> bool:
+    """Whether a replay cache can be built for this model."""
     try:
         layer_geometries(model.config)
     except NotImplementedError:
         return False
     return True
+
+
+def _keep_own_settings(generation_config: Any) -> None:
+    """An assistant runs with a copy of its target's settings, but those of the target's cache are not for its own."""
+    generation_config.cache_config = None
+    if generation_config.cache_implementation in CACHE_NAMES:
+        generation_config.cache_implementation = None
 
 
 def _borrow(
@@ -128,20 +168,42 @@ def _borrow(
             f"{type(model).__name__} (model type {text_config(model.config).model_type!r}); it supports "
             f"{sorted(FAMILIES)}"
         )
+    # an assistant's cache is lent to the call that drafts with it, for all its rounds
+    call = settings.call(outer=generation_config.is_assistant)
     replay_config = ReplayConfig.from_dict(generation_config.cache_config)
-    key = (rows, replay_config, max_cache_len, model.dtype, model.device)
+    if call.drafts is not None and call.drafts > replay_config.max_draft:
+        replay_config = dataclasses.replace(replay_config, max_draft=call.drafts)
+    layers = text_config(model.config).num_hidden_layers  # fewer in an early exit
+    key = (rows, replay_config, max_cache_len, model.dtype, model.device, layers)
     cache = settings.pool.take(model, key)
     if cache is None:
         cache = ReplayCache(model.config, replay_config, max_cache_len=max_cache_len)
         if max_cache_len is not None and _is_on_one_device(model) and getattr(model, "tp_size", None) is None:
             cache.allocate(rows, model.dtype, model.device)
-    settings.borrowed().append((model, key, cache))
+    call.borrowed.append((model, key, cache))
     return cache
 
 
 def _is_on_one_device(model: Any) -> bool:
     device_map = getattr(model, "hf_device_map", None) or {"": model.device}
     return len(set(device_map.values())) == 1 and model.device.type != "meta"
+
+
+def _check_drafter(call: RunningCall, generation_mode: Any, replay_config: ReplayConfig) -> None:
+    """Raise unless the call's drafter, if it has one, gets a cache that can take its drafts back."""
+    if call.drafts is None:
+        return
+    if generation_mode != "assisted_generation":
+        raise ValueError(
+            f"a drafter (assistant_model, prompt_lookup_num_tokens, ...) cannot be used with {str(generation_mode)!r}: "
+            "speculation works with greedy decoding and sampling, so leave num_beams at 1"
+        )
+    if call.drafts > replay_config.max_draft:
+        raise ValueError(
+            f"the drafter proposes up to {call.drafts} tokens at a time, and this ReplayCache can reject only "
+            f"max_draft={replay_config.max_draft}: build it with ReplayConfig(max_draft={call.drafts})"
+        )
+    call.drafts = replay_config.max_draft
 
 
 def _check_users_cache(model: Any, cache: ReplayCache, generation_config: Any, max_cache_length: int) -> None:

@@ -6,6 +6,7 @@ touched at import.
 
 import functools
 import importlib
+import sys
 import threading
 import types
 import weakref
@@ -160,7 +161,7 @@ def patched_attributes() -> list[tuple[Any, str]]:
 def _apply(patches: _Patches) -> None:
     from transformers.generation import configuration_utils, utils
 
-    from replay_transformers.patches import attention, generate, guard, mixer
+    from replay_transformers.patches import assisted, attention, generate, guard, mixer
 
     patches.settings = generate.GenerateSettings(prepare_model=functools.partial(_rebind_instances, patches))
     for name, patch_name in MIXERS.items():
@@ -172,10 +173,18 @@ def _apply(patches: _Patches) -> None:
         table = models.ALL_ATTENTION_FUNCTIONS
         patches.replace(models, "ALL_ATTENTION_FUNCTIONS", attention.ReplayAttentionInterface(table))
 
+    stateful = [assisted.stateful_class(getattr(sys.modules[f"transformers.models.{m}"], name)) for m, name in DECODERS]
+    families = tuple(cls for cls in stateful if cls is not None)
+    for cls in families:
+        patches.replace(cls, "_is_stateful", False)
     mixin = utils.GenerationMixin
     patches.replace(mixin, "generate", generate.wrap_generate(vars(mixin)["generate"], patches.settings))
     prepare = "_prepare_cache_for_generation"
     patches.replace(mixin, prepare, generate.wrap_prepare_cache(vars(mixin)[prepare], patches.settings))
+    for method, wrap in assisted.wrappers(patches.settings, families).items():
+        patches.replace(mixin, method, wrap(vars(mixin)[method]))
+    sampling = "_speculative_sampling"
+    patches.replace(utils, sampling, assisted.wrap_speculative_sampling(vars(utils)[sampling], patches.settings))
     for module in (configuration_utils, utils):
         for listed, additions in (
             ("ALL_CACHE_IMPLEMENTATIONS", generate.CACHE_NAMES),

@@ -191,7 +191,8 @@ def test_nothing_outside_the_list_is_replaced() -> None:
     ]
     for module_name, class_name in (*registry.MIXERS, *registry.DECODERS):
         module = importlib.import_module(f"transformers.models.{module_name}")
-        owners += [owner for owner in (module, getattr(module, class_name)) if owner not in owners]
+        classes = [base for base in getattr(module, class_name).__mro__ if base.__module__ == module.__name__]
+        owners += [owner for owner in (module, *classes) if owner not in owners]
     before = [dict(vars(owner)) for owner in owners]
     with rt.enable(default=True):
         changed = sum(vars(o).get(k) is not v for o, held in zip(owners, before, strict=True) for k, v in held.items())

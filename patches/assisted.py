@@ -1,0 +1,157 @@
+"""Assisted generation through transformers' own loop, for supported models on a replay cache.
+
+transformers refuses it for models with a recurrent state, which its caches cannot roll back. While the patches are on
+it does not, and the wrapped loop refuses every cache but a `ReplayCache` instead.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.generation.candidate_generator import AssistedCandidateGenerator
+
+from replay_transformers.cache import ReplayCache
+from replay_transformers.patches.drafts import (
+    DraftLimits,
+    check_drafter,
+    drafted_tokens,
+    keep_assistant_apart,
+    limit_drafts,
+    mtp_named_as_transformers_does,
+)
+from replay_transformers.patches.generate import GenerateSettings
+from replay_transformers.patches.versions import cache_argument
+
+__all__ = ["stateful_class", "wrap_speculative_sampling", "wrappers"]
+
+ASSISTED = "assisted_generation"
+
+
+def stateful_class(decoder: type) -> type | None:
+    """The base class of a family's models that tells transformers to refuse assisted generation, if there is one."""
+    return next((base for base in decoder.__mro__ if vars(base).get("_is_stateful") is True), None)
+
+
+def wrappers(settings: GenerateSettings, families: tuple[type, ...]) -> dict[str, Callable[[Any], Any]]:
+    """Methods of `GenerationMixin` by name, and what to wrap them in.
+
+    Args:
+        settings: shared by the wrapped functions.
+        families: base classes of the supported models.
+    """
+    return {
+        "_validate_generation_mode": lambda original: _validate_mode(original, settings, families),
+        "_assisted_decoding": lambda original: _assisted_decoding(original, settings, families),
+        "_get_candidate_generator": lambda original: _candidate_generator(original, settings, families),
+        "prepare_inputs_for_generation": lambda original: _prepare_inputs(original, settings),
+    }
+
+
+def _validate_mode(original: Callable[..., Any], settings: GenerateSettings, families: tuple[type, ...]) -> Any:
+    """Also notes how much the call's drafter proposes: the caches are built for it."""
+
+    @functools.wraps(original)
+    def validate(self: Any, generation_mode: Any, generation_config: Any, mode_kwargs: Any, *args: Any) -> Any:
+        assistant = mode_kwargs.get("assistant_model")
+        if isinstance(self, families) and generation_mode == ASSISTED:
+            check_drafter(self, generation_config)
+        result = original(self, generation_mode, generation_config, mode_kwargs, *args)
+        if isinstance(self, families) or isinstance(assistant, families):
+            settings.call().drafts = drafted_tokens(self, generation_config, assistant)
+        return result
+
+    return validate
+
+
+def _assisted_decoding(original: Callable[..., Any], settings: GenerateSettings, families: tuple[type, ...]) -> Any:
+    @functools.wraps(original)
+    def assisted_decoding(self: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, families):
+            return original(self, input_ids, *args, **kwargs)
+        cache, call, config = cache_argument(kwargs), settings.call(), kwargs["generation_config"]
+        if not isinstance(cache, ReplayCache):
+            got = "none" if cache is None else f"a {type(cache).__name__}"
+            raise ValueError(
+                f"assisted generation with {type(self).__name__} needs a cache that can roll a recurrent state back: "
+                f'pass cache_implementation="replay" or "replay_static", or a ReplayCache, got {got}'
+            )
+        if input_ids.shape[0] != 1:  # a batched loop of our own would be entered here
+            raise NotImplementedError(
+                f"assisted generation takes one prompt at a time, got a batch of {input_ids.shape[0]}: larger batches "
+                "are not supported yet"
+            )
+        call.seen = _tokens_seen(cache, input_ids, config, kwargs.get("attention_mask"))
+        max_draft = cache.replay_config.max_draft
+        call.limits = DraftLimits(max_draft, config.max_length, kwargs["stopping_criteria"], config.do_sample)
+        if config.compile_config is None:
+            config.disable_compile = True  # the number of tokens varies from forward to forward: a graph for each
+        recording = cache.cursor.recording
+        output = original(self, input_ids, *args, **kwargs)
+        cache.cursor.recording = recording
+        return output
+
+    return assisted_decoding
+
+
+def _tokens_seen(cache: ReplayCache, input_ids: torch.Tensor, config: Any, mask: torch.Tensor | None) -> int:
+    """Tokens of ``input_ids`` that are in the cache already."""
+    seen, length = int(cache.get_seq_length()), input_ids.shape[1]
+    if not seen:
+        return 0
+    masked = getattr(config, "_mask_length", length) if mask is None else mask.shape[1]
+    if masked != length or length <= seen:
+        raise ValueError(
+            f"assisted generation continues a cache with the whole sequence: the {seen} tokens in the cache and "
+            f"at least one more, with a mask as long; got {length} tokens and a mask for {masked}"
+        )
+    return seen
+
+
+def _prepare_inputs(original: Callable[..., Any], settings: GenerateSettings) -> Any:
+    """The first forward of assisted decoding gets only what the cache has not seen, as in plain decoding."""
+
+    @functools.wraps(original)
+    def prepare_inputs(self: Any, input_ids: Any, next_sequence_length: Any = None, *args: Any, **kwargs: Any) -> Any:
+        seen = settings.call().seen
+        if seen and next_sequence_length is None and kwargs.get("is_first_iteration"):
+            next_sequence_length = input_ids.shape[1] - seen
+        return original(self, input_ids, next_sequence_length, *args, **kwargs)
+
+    return prepare_inputs
+
+
+def _candidate_generator(original: Callable[..., Any], settings: GenerateSettings, families: tuple[type, ...]) -> Any:
+    @functools.wraps(original)
+    def candidate_generator(self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+        call, is_ours = settings.call(), isinstance(self, families)
+        if not is_ours:
+            generator = original(self, generation_config, *args, **kwargs)
+        else:
+            with mtp_named_as_transformers_does(self, generation_config):
+                generator = original(self, generation_config, *args, **kwargs)
+        assistant = getattr(generator, "assistant_model", None)
+        if is_ours or isinstance(assistant, families):
+            limit_drafts(generator, call.limits if is_ours else None, call.drafts)
+            if isinstance(generator, AssistedCandidateGenerator):
+                keep_assistant_apart(generator, kwargs["input_ids"])
+        return generator
+
+    return candidate_generator
+
+
+def wrap_speculative_sampling(original: Callable[..., Any], settings: GenerateSettings) -> Callable[..., Any]:
+    """transformers' acceptance by probabilities, which does not stop at stop strings within the accepted tokens."""
+
+    @functools.wraps(original)
+    def speculative_sampling(
+        candidates: torch.Tensor, logits: torch.Tensor, candidate_length: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        accepted, matches = original(candidates, logits, candidate_length, *args, **kwargs)
+        limits = settings.call().limits
+        if limits is None:
+            return accepted, matches
+        kept = limits.cut_accepted(candidates[:, :-candidate_length], accepted)
+        return kept, (matches if kept.shape[1] == accepted.shape[1] else kept.shape[1] - 1)
+
+    return speculative_sampling

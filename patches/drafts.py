@@ -1,0 +1,252 @@
+"""What drafters propose in assisted generation: how much at most, and where a draft is cut."""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import torch
+import transformers
+from packaging.version import Version
+
+from replay_transformers.cache import ReplayCache
+from replay_transformers.geometry import text_config
+from replay_transformers.patches.versions import cache_argument
+
+__all__ = [
+    "DraftLimits",
+    "check_drafter",
+    "drafted_tokens",
+    "keep_assistant_apart",
+    "limit_drafts",
+    "mtp_named_as_transformers_does",
+]
+
+DEFAULT_ASSISTANT_TOKENS = 20  # transformers' own, for an assistant that does not say
+FIRST_WITH_MTP = Version("5.23.0")
+MTP_FAMILIES = ("qwen3_5_text",)
+NO_EARLY_EXIT = ("nemotron_h",)  # transformers always runs all of its layers
+
+_config_lock = Lock()
+
+
+def drafted_tokens(model: Any, generation_config: Any, assistant_model: Any) -> int | None:
+    """How many tokens the drafter of a `generate` call proposes at most in one round; None without a drafter."""
+    if generation_config.assistant_early_exit is not None:
+        return _assistant_tokens(model)
+    if generation_config.prompt_lookup_num_tokens is not None:
+        return int(generation_config.prompt_lookup_num_tokens)
+    if getattr(generation_config, "use_mtp", None):
+        return _mtp_layers(text_config(model.config)) or 1
+    if assistant_model is not None:
+        return _assistant_tokens(assistant_model)
+    return None
+
+
+def _assistant_tokens(assistant: Any) -> int:
+    tokens = assistant.generation_config.num_assistant_tokens
+    return DEFAULT_ASSISTANT_TOKENS if tokens is None else int(tokens)
+
+
+def _mtp_layers(config: Any) -> int | None:
+    """MTP layers of a text configuration; released checkpoints have a name for it that transformers does not read."""
+    return getattr(config, "num_mtp_layers", None) or getattr(config, "mtp_num_hidden_layers", None)
+
+
+def check_drafter(model: Any, generation_config: Any) -> None:
+    """Raise for drafters that do not work with this model, one of the families that a replay cache serves."""
+    config = text_config(model.config)
+    exit_layer = generation_config.assistant_early_exit
+    if exit_layer is not None:
+        if config.model_type in NO_EARLY_EXIT:
+            raise NotImplementedError(
+                f"assistant_early_exit is not supported for {type(model).__name__}: transformers runs all of its layers"
+            )
+        if (
+            isinstance(exit_layer, bool)
+            or not isinstance(exit_layer, int)
+            or not 0 < exit_layer < len(config.layer_types)
+        ):
+            raise ValueError(
+                f"assistant_early_exit must be an int from 1 to {len(config.layer_types) - 1}, one layer less than the "
+                f"model has, got {exit_layer!r}"
+            )
+    elif generation_config.prompt_lookup_num_tokens is None and getattr(generation_config, "use_mtp", None):
+        if Version(transformers.__version__) < FIRST_WITH_MTP:
+            raise NotImplementedError(
+                f"use_mtp needs transformers {FIRST_WITH_MTP} or newer for {type(model).__name__}, found "
+                f"{transformers.__version__}"
+            )
+        if config.model_type not in MTP_FAMILIES:
+            raise NotImplementedError(
+                f"use_mtp is not supported for {type(model).__name__} yet; it is for model types {list(MTP_FAMILIES)}"
+            )
+        if _mtp_layers(config) != 1:
+            raise ValueError(
+                f"use_mtp needs a model with one MTP layer (mtp_num_hidden_layers=1 in its configuration), got "
+                f"{_mtp_layers(config)}"
+            )
+    elif getattr(generation_config, "speculation_type", None) == "dflash":
+        raise NotImplementedError("speculation_type='dflash' is not supported with a replay cache yet")
+
+
+@contextmanager
+def mtp_named_as_transformers_does(model: Any, generation_config: Any) -> Iterator[None]:
+    """While the MTP drafter is built, the model's configuration names its MTP layers as transformers looks for them.
+
+    For that long only: what is in a configuration is saved with the model.
+    """
+    config = text_config(model.config)
+    if not getattr(generation_config, "use_mtp", None) or config.model_type not in MTP_FAMILIES:
+        yield
+        return
+    with _config_lock:
+        names = {"num_mtp_layers": _mtp_layers(config), "mtp_layer_types": ["full_attention"]}
+        missing = {name: value for name, value in names.items() if getattr(config, name, None) is None}
+        held = {name: vars(config)[name] for name in missing if name in vars(config)}
+        try:
+            for name, value in missing.items():
+                setattr(config, name, value)
+            yield
+        finally:
+            for name in missing:
+                delattr(config, name)
+            for name, value in held.items():
+                setattr(config, name, value)
+
+
+@dataclass(frozen=True)
+class DraftLimits:
+    """Where the drafts of one call end.
+
+    Args:
+        max_draft: tokens that the target's cache can reject.
+        max_length: length of the finished sequence; the target adds a token of its own to every draft.
+        stops: says of a sequence ``[1, T]`` whether generation ends with it.
+        do_sample: whether the target samples.
+    """
+
+    max_draft: int
+    max_length: int
+    stops: Callable[[torch.Tensor, Any], torch.Tensor]
+    do_sample: bool
+
+    def cut(
+        self, input_ids: torch.Tensor, candidates: torch.Tensor, logits: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Shorten candidates ``[1, T]`` for the sequence so far and their logits.
+
+        A draft also ends before the token that would end generation: if the target agrees, that token is the one it
+        adds itself. Not if a sampling target accepts by the drafter's probabilities; leaving drafted tokens out then
+        would distort its distribution, and `cut_accepted` does it afterwards.
+        """
+        length = input_ids.shape[1]
+        drafted = candidates.shape[1] - length
+        kept = max(0, min(drafted, self.max_draft, self.max_length - length - 1))
+        if logits is None or not self.do_sample:
+            kept = self._before_stop(candidates, length, kept)
+        if kept == drafted:
+            return candidates, logits
+        if kept == 0:  # transformers takes no logits for no candidates
+            return candidates[:, :length], None
+        return candidates[:, : length + kept], None if logits is None else logits[:, :kept]
+
+    def cut_accepted(self, prefix: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
+        """Accepted tokens ``[1, n]`` after a prefix, up to and with the first that ends generation."""
+        sequence = torch.cat([prefix, accepted.to(prefix.device)], dim=1)
+        kept = self._before_stop(sequence, prefix.shape[1], accepted.shape[1] - 1)
+        return accepted[:, : kept + 1]
+
+    def _before_stop(self, sequence: torch.Tensor, length: int, tokens: int) -> int:
+        """How many of the ``tokens`` after the first ``length`` come before the one that ends generation."""
+        for index in range(tokens):
+            if bool(self.stops(sequence[:, : length + index + 1], None).all()):
+                return index
+        return tokens
+
+
+def limit_drafts(generator: Any, limits: DraftLimits | None, drafts: int | None) -> None:
+    """Have a candidate generator of transformers respect the limits, on this instance only.
+
+    Args:
+        generator: the generator.
+        limits: where its candidates are cut; None leaves them as they are (the target is not one of our models).
+        drafts: bound for a number of assistant tokens that grows from round to round.
+    """
+    cls, reference = type(generator), weakref.ref(generator)  # no cycle: it would keep the assistant's cache alive
+
+    def get_candidates(input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self: Any = reference()
+        if drafts is not None and hasattr(self, "num_assistant_tokens"):
+            self.num_assistant_tokens = min(self.num_assistant_tokens, drafts)
+        if limits is not None and min(limits.max_draft, limits.max_length - input_ids.shape[1] - 1) < 1:
+            return input_ids, None
+        with _layers_kept(self):
+            candidates, logits = cls.get_candidates(self, input_ids, **_resumed(self, input_ids, kwargs))
+        return (candidates, logits) if limits is None else limits.cut(input_ids, candidates, logits)
+
+    generator.get_candidates = get_candidates
+
+
+@contextmanager
+def _layers_kept(generator: Any) -> Iterator[None]:
+    """The model's number of layers is what it was, even if an early exit raises."""
+    if getattr(generator, "assistant_early_exit", None) is None:
+        yield
+        return
+    model = generator.assistant_model
+    config = getattr(model, model.base_model_prefix).config
+    layers = config.num_hidden_layers
+    try:
+        yield
+    finally:
+        config.num_hidden_layers = layers
+
+
+def _resumed(generator: Any, input_ids: torch.Tensor, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments for an MTP drafter whose target's first forward saw only what was not in its cache before.
+
+    The drafter expects the hidden states of the whole prompt then; told that the forward was a later round's, it takes
+    those that there are.
+    """
+    outputs = arguments.get("model_outputs")
+    if outputs is None or not getattr(generator, "is_main_model_prefill", False) or not hasattr(generator, "mtp_cache"):
+        return arguments
+    states = outputs.hidden_states[-1].shape[1]
+    if states >= input_ids.shape[1] - 1:
+        return arguments
+    generator.is_main_model_prefill = False
+    return arguments | {"n_last_matches": states - 1}
+
+
+def keep_assistant_apart(generator: Any, input_ids: torch.Tensor) -> None:
+    """Have an assistant's generator use a replay cache of its own, on this instance only.
+
+    Its `generate` gets a copy of the target's settings, of which those of the cache, of compilation and of stop strings
+    (which need a tokenizer that it is not given) are not for it. Without a mask it would take a generated pad token for
+    padding. And where tokens are translated between two vocabularies, it may have to take back more than its cache can:
+    it then starts over.
+    """
+    config = generator.generation_config
+    config.cache_config = config.cache_implementation = config.compile_config = config.stop_strings = None
+    if generator.assistant_kwargs.get("attention_mask") is None and not hasattr(generator, "assistant_tokenizer"):
+        generator.assistant_kwargs["attention_mask"] = torch.ones_like(
+            input_ids, device=generator.assistant_model.device
+        )
+    cls, reference = type(generator), weakref.ref(generator)
+
+    def update(new_ids: torch.Tensor, remove_from_pkv: int = 0, num_added_tokens: int = 1) -> Any:
+        self: Any = reference()
+        length, cache = new_ids.shape[-1], cache_argument(self.assistant_kwargs)
+        if isinstance(cache, ReplayCache) and not cache.cursor.fresh:
+            surplus = int(cache.get_seq_length()) - (length - 1 - remove_from_pkv - num_added_tokens)
+            if surplus > int(cache.cursor.tensors()[2].min()):
+                cache.reset()
+                cache.activate_past_recording()
+        if isinstance(cache, ReplayCache) and cache.cursor.fresh:
+            remove_from_pkv, num_added_tokens = 0, min(num_added_tokens, length - 1)
+        return cls._update_past_and_masks(self, new_ids, remove_from_pkv, num_added_tokens)
+
+    generator._update_past_and_masks = update
