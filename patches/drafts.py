@@ -1,5 +1,6 @@
 """What drafters propose in assisted generation: how much at most, and where a draft is cut."""
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -236,17 +237,21 @@ def keep_assistant_apart(generator: Any, input_ids: torch.Tensor) -> None:
             input_ids, device=generator.assistant_model.device
         )
     cls, reference = type(generator), weakref.ref(generator)
+    signature = inspect.signature(cls._update_past_and_masks)
 
-    def update(new_ids: torch.Tensor, remove_from_pkv: int = 0, num_added_tokens: int = 1) -> Any:
+    def update(new_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         self: Any = reference()
-        length, cache = new_ids.shape[-1], cache_argument(self.assistant_kwargs)
+        bound = signature.bind(self, new_ids, *args, **kwargs)
+        bound.apply_defaults()
+        length, cache, given = new_ids.shape[-1], cache_argument(self.assistant_kwargs), bound.arguments
         if isinstance(cache, ReplayCache) and not cache.cursor.fresh:
-            surplus = int(cache.get_seq_length()) - (length - 1 - remove_from_pkv - num_added_tokens)
-            if surplus > int(cache.cursor.tensors()[2].min()):
+            kept = length - 1 - given.get("remove_from_pkv", 0) - given["num_added_tokens"]
+            if int(cache.get_seq_length()) - kept > int(cache.cursor.tensors()[2].min()):
                 cache.reset()
                 cache.activate_past_recording()
         if isinstance(cache, ReplayCache) and cache.cursor.fresh:
-            remove_from_pkv, num_added_tokens = 0, min(num_added_tokens, length - 1)
-        return cls._update_past_and_masks(self, new_ids, remove_from_pkv, num_added_tokens)
+            given |= {name: 0 for name in ("remove_from_pkv",) if name in given}
+            given["num_added_tokens"] = min(given["num_added_tokens"], length - 1)
+        return cls._update_past_and_masks(*bound.args, **bound.kwargs)
 
     generator._update_past_and_masks = update

@@ -195,8 +195,8 @@ def _check_drafter(call: RunningCall, generation_mode: Any, replay_config: Repla
         return
     if generation_mode != "assisted_generation":
         raise ValueError(
-            f"a drafter (assistant_model, prompt_lookup_num_tokens, ...) cannot be used with {str(generation_mode)!r}: "
-            "speculation works with greedy decoding and sampling, so leave num_beams at 1"
+            "a drafter (assistant_model, prompt_lookup_num_tokens, ...) cannot be used with "
+            f"{generation_mode.value!r}: speculation works with greedy decoding and sampling, so leave num_beams at 1"
         )
     if call.drafts > replay_config.max_draft:
         raise ValueError(

@@ -1,0 +1,169 @@
+"""What assisted generation refuses, that nothing of it stays behind, and that other models run as ever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+
+import replay_transformers as rt
+from tests.support.generation import CACHE_ARGUMENT
+from tests.support.models import FAMILIES, prompt
+from tests.support.speculation import never_unsure, perturbed
+from tests.test_assisted import early_exiting, sample, tiny, tiny_llama
+
+EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
+LOOKUP = {"prompt_lookup_num_tokens": 3, "max_new_tokens": 8, "do_sample": False}
+REPLAY = {"cache_implementation": "replay"}
+
+
+def generate(model: Any, rows: int = 1, **arguments: Any) -> torch.Tensor:
+    """Greedy, eight tokens, prompt lookup unless told otherwise."""
+    return model.generate(**prompt(rows, 9), **LOOKUP | arguments)
+
+
+@pytest.mark.core
+@EVERY_FAMILY
+def test_any_other_cache_is_refused(family: str) -> None:
+    model = tiny(family)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with rt.enable():
+        for arguments in (
+            {},
+            {"cache_implementation": "static"},
+            {"use_cache": False},
+            {CACHE_ARGUMENT: transformers.DynamicCache(config=model.config)},
+        ):
+            with pytest.raises(
+                ValueError, match=r"needs a cache that can roll.*cache_implementation=.replay|use_cache"
+            ):
+                generate(model, **arguments)
+        assert generate(model, **REPLAY).shape == (1, 17)
+        rt.enable(default=True)
+        assert generate(model).shape == (1, 17), "the default cache is a replay cache"
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.core
+@EVERY_FAMILY
+def test_unpatched_models_refuse_as_ever(family: str) -> None:
+    for _ in range(2):
+        with pytest.raises(ValueError, match="not supported with stateful models"):
+            generate(tiny(family))
+        with rt.enable():
+            assert generate(tiny(family), **REPLAY).shape == (1, 17)
+
+
+@pytest.mark.usefixtures("enabled")
+@EVERY_FAMILY
+def test_drafts_longer_than_the_users_cache_can_reject(family: str) -> None:
+    model = tiny(family)
+    cache = rt.ReplayCache(model.config, rt.ReplayConfig(max_draft=2))
+    with pytest.raises(ValueError, match=r"up to 3 tokens.*max_draft=2.*ReplayConfig\(max_draft=3\)"):
+        generate(model, **{CACHE_ARGUMENT: cache})
+    assistant = never_unsure(perturbed(model, 0.0), tokens=12)
+    with pytest.raises(ValueError, match="up to 12 tokens"):
+        generate(model, assistant_model=assistant, prompt_lookup_num_tokens=None, **{CACHE_ARGUMENT: cache})
+    assert cache.get_seq_length() == 0
+    assert generate(model, **{CACHE_ARGUMENT: rt.ReplayCache(model.config, rt.ReplayConfig(max_draft=3))}).shape == (
+        1,
+        17,
+    )
+
+
+@pytest.mark.usefixtures("enabled")
+def test_batches_and_beams() -> None:
+    model = tiny("qwen3_5")
+    with pytest.raises(NotImplementedError, match="one prompt at a time, got a batch of 2"):
+        generate(model, rows=2, **REPLAY)
+    with pytest.raises(ValueError, match=r"cannot be used with .*beam.*leave num_beams at 1"):
+        generate(model, num_beams=2, **REPLAY)
+    with pytest.raises(ValueError, match="num_return_sequences has to be 1"):
+        generate(model, num_return_sequences=2, do_sample=True, **REPLAY)
+
+
+@pytest.mark.usefixtures("enabled")
+def test_an_assistant_with_another_vocabulary_needs_tokenizers() -> None:
+    with pytest.raises(ValueError, match="`tokenizer` and `assistant_tokenizer`"):
+        generate(tiny("qwen3_5"), assistant_model=sample("nemotron_h_draft"), prompt_lookup_num_tokens=None, **REPLAY)
+
+
+@pytest.mark.usefixtures("enabled")
+def test_a_reused_cache_wants_the_whole_sequence() -> None:
+    model, ids = tiny("qwen3_5"), prompt(1, 5, seed=3)["input_ids"]
+    cache = rt.ReplayCache(model.config)
+    generate(model, **{CACHE_ARGUMENT: cache})
+    arguments = LOOKUP | {CACHE_ARGUMENT: cache}
+    with pytest.raises(ValueError, match="whole sequence: the 16 tokens in the cache"):
+        model.generate(input_ids=ids, attention_mask=torch.ones(1, 21, dtype=torch.long), **arguments)
+    assert cache.get_seq_length() == 16
+
+
+@pytest.mark.usefixtures("enabled")
+def test_early_exits_that_do_not_work() -> None:
+    arguments = {"prompt_lookup_num_tokens": None} | REPLAY
+    for exit_layer in (0, 4, True, 2.0):
+        with pytest.raises(ValueError, match="assistant_early_exit must be an int from 1 to 3"):
+            generate(early_exiting(), assistant_early_exit=exit_layer, **arguments)
+    with pytest.raises(NotImplementedError, match="runs all of its layers"):
+        generate(tiny("nemotron_h"), assistant_early_exit=1, **arguments)
+
+
+@pytest.mark.usefixtures("enabled")
+def test_an_early_exit_that_raises_leaves_the_model_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = early_exiting()
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        if model.config.num_hidden_layers < 4:
+            raise RuntimeError("on purpose")
+
+    hook = model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        generate(model, assistant_early_exit=2, prompt_lookup_num_tokens=None, **REPLAY)
+    hook.remove()
+    assert model.config.num_hidden_layers == 4
+    assert generate(model, **REPLAY).shape == (1, 17)
+
+
+@pytest.mark.usefixtures("enabled")
+def test_multi_token_prediction_that_does_not_work() -> None:
+    arguments = {"prompt_lookup_num_tokens": None, "use_mtp": True} | REPLAY
+    if Version(transformers.__version__) < Version("5.23.0"):
+        with pytest.raises(NotImplementedError, match=r"use_mtp needs transformers 5\.23"):
+            generate(tiny("qwen3_5"), **arguments)
+        return
+    with pytest.raises(NotImplementedError, match="use_mtp is not supported for NemotronHForCausalLM"):
+        generate(tiny("nemotron_h"), **arguments)
+    with pytest.raises(ValueError, match="needs a model with one MTP layer"):
+        generate(tiny("qwen3_5"), **arguments)
+
+
+@pytest.mark.core
+def test_attention_models_are_left_alone() -> None:
+    """Same tokens, and the very object that transformers returns, with the patches on and off."""
+    target, assistant = tiny_llama(), never_unsure(perturbed(tiny_llama(), 0.05))
+    arguments = LOOKUP | {"return_dict_in_generate": True, "output_scores": True}
+    for drafter in ({}, {"prompt_lookup_num_tokens": None, "assistant_model": assistant}):
+        outputs = [target.generate(**prompt(1, 9), **arguments | drafter)]
+        with rt.enable():
+            outputs.append(target.generate(**prompt(1, 9), **arguments | drafter))
+        off, on = outputs
+        assert torch.equal(off.sequences, on.sequences)
+        assert all(torch.equal(a, b) for a, b in zip(off.scores, on.scores, strict=True))
+        assert type(off[CACHE_ARGUMENT]) is type(on[CACHE_ARGUMENT]) is transformers.DynamicCache
+
+
+@pytest.mark.usefixtures("enabled")
+def test_memory_does_not_grow_over_assisted_calls() -> None:
+    """Caches of the target and of its assistant go back to the pool."""
+    import gc
+
+    model = tiny("qwen3_5")
+    assistant, counts = never_unsure(perturbed(model, 0.05)), []
+    for _ in range(4):
+        generate(model, assistant_model=assistant, prompt_lookup_num_tokens=None, **REPLAY)
+        counts.append(sum(type(thing) is rt.ReplayCache for thing in gc.get_objects()))
+    assert counts[1:] == counts[:1] * 3
