@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -135,6 +136,7 @@ def test_a_trained_assistant_with_its_default_settings(family: str, window: int,
 
 
 @pytest.mark.core
+@pytest.mark.smoke
 @EVERY_FAMILY
 def test_an_assistant_that_is_always_or_never_right(family: str) -> None:
     model, inputs = tiny(family), prompt(1, 9)
@@ -160,6 +162,27 @@ def test_prompts_shorter_than_the_convolution(family: str, length: int) -> None:
         assert torch.equal(rounds.sequences, expected)
         rounds.check(accepting=0)
         assert_as_if_fed(model, rounds.cache, rounds.sequences[:, :-1])
+
+
+@EVERY_CACHE
+@EVERY_FAMILY
+def test_a_left_padded_prompt(family: str, implementation: str) -> None:
+    model, inputs = tiny(family), prompt(1, 12, [5])
+    expected = greedy_without_cache(model, inputs["input_ids"], inputs["attention_mask"], STEPS)
+    rounds = speculate(model, inputs, assistant_model=mostly_right(family), **settings(implementation, 3))
+    assert torch.equal(rounds.sequences, expected)
+    rounds.check()
+
+
+def test_the_vision_language_wrapper_with_and_without_an_image() -> None:
+    from tests.support.vision import build_vision_language, image_prompt
+
+    model = build_vision_language()
+    arguments = settings("replay", 3) | {"max_new_tokens": 24}
+    for inputs in (prompt(1, 9), image_prompt(model)):
+        expected = model.generate(**copy.deepcopy(inputs), **arguments)
+        for drafter in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": perturbed(model, 0.02)}):
+            assert torch.equal(model.generate(**copy.deepcopy(inputs), **arguments, **drafter), expected)
 
 
 @EVERY_FAMILY
