@@ -58,6 +58,7 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.no_poison  # which takes real memory
 @pytest.mark.parametrize("name", RELEASED)
 def test_released_presets_have_the_layers_and_parameters_of_the_models(name: str) -> None:
@@ -66,6 +67,7 @@ def test_released_presets_have_the_layers_and_parameters_of_the_models(name: str
     assert parameter_count(preset.build("meta", torch.bfloat16)) / 1e9 == pytest.approx(preset.billions, abs=0.006)
 
 
+@pytest.mark.slow
 @pytest.mark.no_poison  # which takes real memory
 @pytest.mark.parametrize("name", RELEASED)
 def test_what_does_not_fit_is_cut_where_the_pattern_of_layers_repeats(name: str) -> None:

@@ -38,7 +38,7 @@ for name in {modules!r}:
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name.split(".")[0] != "triton":
+        if error.name.split(".")[0] not in ("triton", "fla", "mamba_ssm"):
             raise
         continue
     file = pathlib.Path(module.__file__)
