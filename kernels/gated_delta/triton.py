@@ -24,7 +24,7 @@ import triton.language as tl
 
 from replay_transformers.kernels.gated_delta.update import update
 from replay_transformers.kernels.launch import choose, launch_options, on_their_device
-from replay_transformers.kernels.parts import after_part, parts_of
+from replay_transformers.kernels.parts import run_in_parts
 from replay_transformers.kernels.tiles import let_step_begin, record_slot, saturated, wait_for_prepare
 from replay_transformers.kernels.validation import (
     POINTERS,
@@ -350,11 +350,5 @@ def replay_step(
             expected["folds"] = (folds, (rows,))
         check_operands(expected, ("state", *rings), POINTERS)
     run: Callable[..., torch.Tensor] = _operator if torch.compiler.is_compiling() else _launch
-    outputs = []
-    for part in parts_of(tokens):
-        operands = (tensor[:, part] for tensor in (q, k, v, g, beta))
-        bound = capacity - (part.stop - part.start) if max_records is None else max_records + part.start
-        cursor = (base, committed, pending, folds)
-        outputs.append(run(*operands, state, *rings.values(), *cursor, bound))
-        base, committed, pending, folds = after_part(*cursor, part.stop - part.start)
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+    cursor = (base, committed, pending, folds)
+    return run_in_parts(run, (q, k, v, g, beta), (state, *rings.values()), cursor, capacity, max_records)

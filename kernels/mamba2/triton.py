@@ -21,7 +21,7 @@ import triton.language as tl
 
 from replay_transformers.kernels.launch import choose, launch_options, on_their_device
 from replay_transformers.kernels.mamba2.update import update
-from replay_transformers.kernels.parts import after_part, parts_of
+from replay_transformers.kernels.parts import run_in_parts
 from replay_transformers.kernels.tiles import let_step_begin, record_slot, saturated, wait_for_prepare
 from replay_transformers.kernels.validation import (
     POINTERS,
@@ -310,11 +310,5 @@ def replay_step(
             expected["folds"] = (folds, (rows,))
         check_operands(expected, ("state", "ring_x", "ring_b", "ring_dt"), POINTERS)
     run: Callable[..., torch.Tensor] = _operator if torch.compiler.is_compiling() else _launch
-    outputs = []
-    for part in parts_of(tokens):
-        operands = (tensor[:, part] for tensor in (x, dt, B, C))
-        bound = capacity - (part.stop - part.start) if max_records is None else max_records + part.start
-        cursor = (base, committed, pending, folds)
-        outputs.append(run(*operands, A, D, state, ring_x, ring_b, ring_dt, *cursor, bound))
-        base, committed, pending, folds = after_part(*cursor, part.stop - part.start)
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+    cursor = (base, committed, pending, folds)
+    return run_in_parts(run, (x, dt, B, C), (A, D, state, ring_x, ring_b, ring_dt), cursor, capacity, max_records)
