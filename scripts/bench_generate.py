@@ -53,6 +53,7 @@ def main(
     short: Annotated[int, typer.Option(help="New tokens of the shorter timed call.", min=2)] = Settings.short,
     long: Annotated[int, typer.Option(help="New tokens of the longer one.", min=4)] = Settings.long,
     tolerance: Annotated[float, typer.Option(help="Largest error of logits.")] = Settings.tolerance,
+    profile: Annotated[bool, typer.Option(help="Record the time of a decode step by kernel as well.")] = False,
     device: Annotated[str, typer.Option(help="cuda; cpu only to try the script with a tiny preset.")] = "cuda",
     dtype: Annotated[str, typer.Option(help="Of weights and activations.")] = "bfloat16",
 ) -> None:
@@ -71,6 +72,7 @@ def main(
         long=long,
         tolerance=tolerance,
         check_kernels=device == "cuda" and not allow_slow_stock,
+        profiled=profile,
     )
     run = Run(settings, results, budget, environment(), allow_slow_stock)
     for chosen in dict.fromkeys(cell.preset for cell in planned if results.needs(cell.key)):

@@ -22,6 +22,7 @@ from scripts.benchmarks.eager import EAGER, Tile, tiles
 from scripts.benchmarks.generate_cells import Settings, logit_error
 from scripts.benchmarks.generate_steps import StepRecorder, run_generate
 from scripts.benchmarks.presets import STATE_SPACE, layers_that_fit, load_presets, parameter_count
+from scripts.benchmarks.profiles import step_profile
 from scripts.benchmarks.results import Budget, Results
 from scripts.benchmarks.stock import SlowStockError, provide_mamba_ssm, require_fast
 from scripts.benchmarks.summary import kernel_summary
@@ -240,6 +241,19 @@ def test_the_budget_keeps_room_for_the_longest_cell(monkeypatch: pytest.MonkeyPa
     assert [budget.has_room() for _ in range(4)] == [True, True, True, False]
     monkeypatch.undo()
     assert Budget(None).has_room()
+
+
+def test_a_profile_is_what_decoding_takes_beyond_the_prompt() -> None:
+    matrix = torch.randn(64, 64)
+
+    def generate(count: int) -> None:
+        matrix.exp()  # the prompt, once in every call
+        for _ in range(count):
+            torch.mm(matrix, matrix)
+
+    profile = step_profile(generate, 2, 10, most=1)
+    assert set(profile) == {"aten::mm", "all others"}
+    assert profile["aten::mm"] > 0
 
 
 def test_quantiles_and_the_clock() -> None:

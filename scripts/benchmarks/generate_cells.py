@@ -14,6 +14,7 @@ import replay_transformers as rt
 
 from .generate_steps import StepRecorder, run_generate
 from .presets import Preset
+from .profiles import step_profile
 from .stock import require_kernel
 from .timing import quantile
 
@@ -34,6 +35,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 STOCK = ("dynamic", "static")
 FIXED_SHAPES = ("static", "replay_static", "replay_static_graphs", "replay_static_window_1")
 SHAPES = ((1, 64), (8, 64), (32, 64), (256, 64), (8, 4096), (8, 32768))
+PROFILED_TOKENS = (5, 21)  # new tokens of two calls, whose difference is a whole window of steps
 MODEL_STATE = ("_compiled_call", "_last_compile_config", "_previous_max_cache_length")  # what `generate` leaves behind
 
 
@@ -70,6 +72,7 @@ class Settings:
         tolerance: largest error of the logits, relative to their spread. Rounding in bfloat16 makes up to 0.25 of it in
             a model of 32 layers with random weights; a lost state makes more than 1.
         check_kernels: profile stock and raise unless its fast kernels run.
+        profiled: record the time of a decode step by kernel as well.
     """
 
     short: int = 17
@@ -77,6 +80,7 @@ class Settings:
     checked: int = 20
     tolerance: float = 0.5
     check_kernels: bool = True
+    profiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -199,7 +203,12 @@ def _measure(model: Any, cell: Cell, settings: Settings, expected: Expected | No
         "prefill_ms": prefill,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0,
     }
-    return {**record, **{name: round(value, 4) for name, value in times.items()}}
+    record |= {name: round(value, 4) for name, value in times.items()}
+    if settings.profiled:
+        record["profile_ms"] = step_profile(
+            lambda count: run_generate(model, ids, count, StepRecorder(device), **arguments), *PROFILED_TOKENS
+        )
+    return record
 
 
 def logit_error(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -1,0 +1,40 @@
+"""Where a decode step's time goes: GPU time by kernel, from torch's profiler."""
+
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+NAME_LENGTH = 80
+
+
+def kernel_times(call: Callable[[], object]) -> Counter[str]:
+    """Milliseconds by kernel of one call; on a machine without a GPU by operator, on the CPU."""
+    on_gpu = torch.cuda.is_available()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities) as profiler:
+        call()
+        if on_gpu:
+            torch.cuda.synchronize()
+    wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    times: Counter[str] = Counter()
+    for event in profiler.events():
+        if event.device_type == wanted:
+            times[event.name[:NAME_LENGTH]] += (event.device_time if on_gpu else event.self_cpu_time_total) / 1e3
+    return times
+
+
+def step_profile(generate: Callable[[int], object], short: int, long: int, most: int = 16) -> dict[str, float]:
+    """Milliseconds of a decode step by kernel, the largest first, and of all others together.
+
+    Args:
+        generate: makes so many new tokens. short, long: of the two calls whose difference is decoding alone.
+        most: kernels that are named.
+    """
+    times = kernel_times(lambda: generate(long))
+    times.subtract(kernel_times(lambda: generate(short)))
+    per_step = sorted(((ms / (long - short), name) for name, ms in times.items() if ms > 0), reverse=True)
+    named = {name: round(ms, 4) for ms, name in per_step[:most]}
+    return {**named, "all others": round(sum(ms for ms, _ in per_step[most:]), 4)}
