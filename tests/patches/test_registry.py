@@ -13,7 +13,7 @@ import transformers
 from transformers.generation import configuration_utils
 
 import replay_transformers as rt
-from replay_transformers.patches import registry
+from replay_transformers.patches import registry, versions
 from tests.support.generation import CACHE_ARGUMENT
 from tests.support.models import ALL_FAMILIES, FAMILIES, greedy_without_cache, prompt
 
@@ -237,7 +237,8 @@ def test_default_leaves_other_models_alone_and_is_never_saved(tmp_path: Path) ->
 
 @pytest.mark.parametrize("version", ["5.16.1", "5.25.0", "4.57.6"])
 def test_unsupported_versions_are_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers, "__version__", version)
+    # not the test's own `transformers`: importing a module of its models by name may put another object in its place
+    monkeypatch.setattr(versions.transformers, "__version__", version)
     with pytest.raises(NotImplementedError, match=rf"5\.17\.0 to 5\.24.*found {version}"):
         rt.enable()
     assert not rt.is_enabled()
