@@ -23,11 +23,15 @@ Function = Callable[..., Sequence[Any]]
 
 
 def with_own_backend(compile_config: Any) -> Any:
-    """A copy of this `CompileConfig` that compiles with `cuda_graphs`, if it asks for CUDA graphs without inductor."""
+    """A copy of this `CompileConfig` that compiles with `cuda_graphs`, if it asks for CUDA graphs without inductor.
+
+    Each shape gets graphs of its own: a graph for many of them has sizes as inputs, and a capture fixes them.
+    """
     if compile_config is None or compile_config.backend != BACKEND:
         return compile_config
     compile_config = copy.copy(compile_config)
     compile_config.backend, compile_config.mode, compile_config.options = cuda_graphs, None, None
+    compile_config.dynamic = False
     return compile_config
 
 
@@ -93,9 +97,8 @@ def record(function: Function, inputs: Sequence[torch.Tensor]) -> tuple[Sequence
 
 def is_capturable(inputs: Sequence[Any]) -> bool:
     """Whether all inputs are tensors on one GPU and nobody else is capturing."""
-    if not inputs or not all(isinstance(value, torch.Tensor) for value in inputs):
-        return False
-    if inputs[0].device.type == "cuda" and len({value.device for value in inputs}) == 1:
+    are_tensors = bool(inputs) and all(isinstance(value, torch.Tensor) for value in inputs)
+    if are_tensors and inputs[0].device.type == "cuda" and len({value.device for value in inputs}) == 1:
         return not torch.cuda.is_current_stream_capturing()
     _say_once()
     return False
@@ -103,7 +106,7 @@ def is_capturable(inputs: Sequence[Any]) -> bool:
 
 @functools.cache
 def _say_once() -> None:
-    logger.warning("CUDA graphs need all tensors of a step on one GPU: running without them")
+    logger.warning("CUDA graphs need steps whose inputs are tensors, all on one GPU: running without them")
 
 
 def _keeps_address(value: torch.Tensor) -> bool:

@@ -15,6 +15,7 @@ CHECKPOINT_DTYPES = {
     "float64": torch.float64,
 }
 IMPLEMENTATIONS = ("auto", "reference", "triton")
+MOST_RECORDS = 512  # of a ring that the Triton kernels work on: they hold all keys of a group at once
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,9 @@ class ReplayConfig:
         decay_skip: threshold under which a head does not read its checkpoint. Only 0.0 (off) is supported yet.
         impl: what runs the steps: "auto" (Triton kernels on a GPU, the reference elsewhere, for float64 and where
             gradients are asked for), "reference" (plain PyTorch) or "triton". An explicit choice never falls back.
-            Forwards of more than ``max_draft + 1`` tokens always go through the plain scan.
+            Forwards of more than ``max_draft + 1`` tokens are scanned, with "auto" by flash-linear-attention or
+            mamba-ssm where they are installed. "auto" also updates small states eagerly, and takes the reference for
+            rings of more than 512 records.
 
     Raises:
         ValueError: a value of the wrong type or out of range.
@@ -63,6 +66,13 @@ class ReplayConfig:
             raise NotImplementedError(f"decay_skip={self.decay_skip!r} is not supported yet; leave it at 0.0")
         if self.impl not in IMPLEMENTATIONS:
             raise ValueError(f"impl must be one of {IMPLEMENTATIONS}, got {self.impl!r}")
+        if self.impl == "triton" and self.checkpoint == "float64":
+            raise ValueError("impl='triton' has no checkpoint='float64': take another checkpoint, or impl='auto'")
+        if self.impl == "triton" and self.capacity > MOST_RECORDS:
+            raise ValueError(
+                f"impl='triton' takes rings of at most {MOST_RECORDS} records, window={self.window} and "
+                f"max_draft={self.max_draft} make {self.capacity}: choose smaller ones, or impl='auto'"
+            )
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any] | None) -> "ReplayConfig":

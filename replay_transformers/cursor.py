@@ -79,19 +79,29 @@ class Cursor:
 
     def __init__(self, config: ReplayConfig) -> None:
         self.config = config
-        self.recording = False
+        self._recording = False
         self.base: torch.Tensor | None = None
         self.committed: torch.Tensor | None = None
         self.pending: torch.Tensor | None = None
         self.early: torch.Tensor | None = None
         self.plan: StepPlan | None = None
-        self.recorded = False  # a forward since then left tokens uncommitted
+        self.recorded = False  # tokens may have been left uncommitted since then
         self.empty = True  # the rings hold no record, and the host knows
         self.state_bytes = 0  # of one row's state in the layer that has the largest
         self.fresh = True  # no forward has begun since construction or the last reset
         self.first = True  # the latest forward is the first since then
         self.forwards = 0  # how many have gone through every state-space layer
         self.broken = False  # one broke off and left the layers of the cache apart
+
+    @property
+    def recording(self) -> bool:
+        """Whether new tokens stay uncommitted until a commit."""
+        return self._recording
+
+    @recording.setter
+    def recording(self, value: bool) -> None:
+        self._recording = value
+        self.recorded |= value
 
     @property
     def batch_size(self) -> int:
@@ -143,7 +153,6 @@ class Cursor:
         # asked for only here: a graph of steps through the ring must not depend on it
         was_empty = kept < tokens and self.empty
         folds = self._folds(committed, pending, tokens) if kept == tokens else None
-        self.recorded |= self.recording
         most = None if self.recorded else max(self.config.window, self.config.max_step)
         self.plan = StepPlan(tokens, kept, was_empty, folds, most)
         self.plan.copies[committed.device] = (base, committed, pending, folds)
@@ -246,7 +255,7 @@ class Cursor:
 
     def reset(self) -> None:
         """Back to an empty sequence, in place; recording stops."""
-        self.recording = self.recorded = False
+        self._recording = self.recorded = False
         self.plan = None
         self.fresh = self.first = self.empty = True
         self.broken = False

@@ -1,5 +1,6 @@
 """Which implementation of an operator runs: the Triton kernels or the plain PyTorch reference."""
 
+import functools
 import importlib
 import importlib.util
 import logging
@@ -28,10 +29,11 @@ class Implementations:
         impl: "auto", "reference" or "triton", as in `ReplayConfig`. "auto" takes Triton on a GPU unless gradients are
             asked for or a dtype is not one of Triton's (float64), and the reference elsewhere. "triton" runs on a CPU
             as well where Triton's interpreter is switched on (TRITON_INTERPRET=1).
+        is_too_long: the rings are longer than the Triton kernels take.
     """
 
-    def __init__(self, operator: str, impl: str) -> None:
-        self.operator, self.impl = operator, impl
+    def __init__(self, operator: str, impl: str, is_too_long: bool = False) -> None:
+        self.operator, self.impl, self.is_too_long = operator, impl, is_too_long
         self.reference = importlib.import_module(f"replay_transformers.kernels.{operator}.reference")
         self.triton: ModuleType | None = None
         self.interpreted = impl == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
@@ -39,13 +41,12 @@ class Implementations:
         self.installed = importlib.util.find_spec("triton") is not None
         if wanted and self.installed:
             self.triton = importlib.import_module(f"replay_transformers.kernels.{operator}.triton")
-
         self.library: ModuleType | None = None
         if impl == "auto" and torch.cuda.is_available():
             self.library = _import_library(operator)
 
-    def __reduce__(self) -> tuple[type, tuple[str, str]]:
-        return type(self), (self.operator, self.impl)  # modules cannot be pickled
+    def __reduce__(self) -> tuple[type, tuple[str, str, bool]]:
+        return type(self), (self.operator, self.impl, self.is_too_long)  # modules cannot be pickled
 
     def choose(self, state: torch.Tensor, *operands: torch.Tensor) -> ModuleType:
         """The module whose functions run the operator on these tensors.
@@ -75,17 +76,22 @@ class Implementations:
         Args:
             state: what the operator keeps. operands: the tokens' tensors, activations first.
         """
-        is_narrow = operands[0].dtype in (torch.bfloat16, torch.float16)
+        is_narrow = operands[0].dtype in (torch.bfloat16, torch.float16) and state.dtype != torch.float64
         wants_gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in operands)
         if self.library is None or not is_narrow or wants_gradients or torch.compiler.is_compiling():
             return self.reference
-        return self.library if state.device.type == GPU else self.reference
+        if state.device.type != GPU:
+            return self.reference
+        self._say(f"library {LIBRARIES[self.operator]}", "installed", what="prompts")
+        return self.library
 
     def _why_not_triton(self, state: torch.Tensor, operands: tuple[torch.Tensor, ...]) -> str | None:
         if state.device.type != GPU and not self.interpreted:
             return f"the tensors are on {state.device}, not on a GPU"
         if self.triton is None:
             return "triton is not installed"
+        if self.is_too_long:
+            return "the rings are longer than the kernels take"
         for tensor in (state, *operands):
             if tensor.dtype not in TRITON_DTYPES:
                 return f"a tensor is {tensor.dtype}, and the kernels take float32, bfloat16 and float16"
@@ -93,12 +99,13 @@ class Implementations:
             return "gradients are enabled, and the kernels have none; torch.no_grad() switches them off"
         return None
 
-    def _say(self, name: str, reason: str) -> None:
+    def _say(self, name: str, reason: str, what: str = "steps") -> None:
         if (self.operator, name) not in _said:
             _said.add((self.operator, name))
-            logger.info("%s steps run on the %s implementation (%s)", self.operator, name, reason)
+            logger.info("%s %s run on the %s implementation (%s)", self.operator, what, name, reason)
 
 
+@functools.cache
 def _import_library(operator: str) -> ModuleType | None:
     name = LIBRARIES.get(operator)
     if name is None or not (name in sys.modules or importlib.util.find_spec(name)):

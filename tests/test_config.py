@@ -46,6 +46,24 @@ def test_wrong_values_are_refused(field: str, value: Any, words: list[str]) -> N
         assert word in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"checkpoint": "float64"}, ["checkpoint='float64'", "impl='auto'"]),
+        ({"window": 600}, ["512 records", "window=600", "max_draft=8", "609"]),
+        ({"max_draft": 200}, ["512 records", "max_draft=200"]),
+    ],
+    ids=str,
+)
+def test_what_the_kernels_cannot_do_is_refused_where_they_are_asked_for(
+    settings: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(ValueError, match="impl='triton'") as caught:
+        ReplayConfig(impl="triton", **settings)
+    assert all(word in str(caught.value) for word in words)
+    ReplayConfig(**settings)
+
+
 def test_an_unknown_checkpoint_names_the_known_ones() -> None:
     with pytest.raises(NotImplementedError, match="'int4'") as caught:
         ReplayConfig(checkpoint="int4")

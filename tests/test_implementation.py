@@ -29,6 +29,29 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
     return fresh
 
 
+def test_rings_that_are_too_long_for_the_kernels() -> None:
+    narrow = Implementations("mamba2", "triton", is_too_long=True)
+    with pytest.raises(ValueError, match="the rings are longer than the kernels take"):
+        narrow.choose(FLOAT, FLOAT)
+    assert copy.deepcopy(narrow).is_too_long
+    model = model_for("nemotron_h-M")
+    for window, is_too_long in ((600, True), (16, False)):
+        layer = rt.ReplayCache(model.config, rt.ReplayConfig(window=window)).replay_layers[0]
+        assert layer._recurrence.is_too_long == is_too_long
+
+
+@ON_CPU
+def test_a_refusal_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    model = model_for("nemotron_h-M")
+    cache = rt.ReplayCache(model.config, rt.ReplayConfig(impl="triton"))
+    with rt.enable(), torch.no_grad(), pytest.raises(ValueError, match="not on a GPU"):
+        feed(model, cache, ids(1, 3))
+    assert cache.cursor.fresh
+    assert not cache.cursor.broken
+    assert not cache.replay_layers[0].buffers()
+
+
 @pytest.fixture
 def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(implementation.importlib.util, "find_spec", lambda name: None)

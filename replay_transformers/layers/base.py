@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from replay_transformers.config import ReplayConfig
+from replay_transformers.config import MOST_RECORDS, ReplayConfig
 from replay_transformers.cursor import Cursor, allocate, select_rows
 from replay_transformers.geometry import LayerGeometry
 from replay_transformers.implementation import Implementations
@@ -43,7 +43,7 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
         row_bytes = geometry.heads * geometry.head_dim * geometry.state_dim * itemsize
         cursor.state_bytes = max(cursor.state_bytes, row_bytes)
         self._convolution = Implementations("causal_conv", config.impl)
-        self._recurrence = Implementations(geometry.kind, config.impl)
+        self._recurrence = Implementations(geometry.kind, config.impl, config.capacity > MOST_RECORDS)
         # tensors from the first forward on, None before it
         self.checkpoint: Any = None
         self.conv_ring: Any = None
@@ -102,11 +102,12 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
             ValueError: a batch size, dtype or device that is not the cache's, layers out of order, or an earlier
                 forward that broke off. The cache is unchanged then.
         """
+        kernels = self._convolution.choose(inputs, inputs, weight)
+        self._recurrence.choose(inputs, inputs)  # what it refuses, it refuses before anything is taken in
         self._open(inputs)
         if self.conv_ring is None:
             self.allocate(inputs.shape[0], inputs.dtype, inputs.device)
         base, committed, pending, _ = self.cursor.on(inputs.device)
-        kernels = self._convolution.choose(self.conv_ring, inputs, weight)
         with torch.autocast(inputs.device.type, enabled=False):
             return kernels.conv_step(
                 inputs, weight, bias, ring=self.conv_ring, position=base + committed + pending, activation=activation

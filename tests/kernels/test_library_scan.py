@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -39,7 +40,7 @@ def _mamba_chunk_scan_combined(x: Any, dt: Any, A: Any, B: Any, C: Any, chunk_si
 
 
 @pytest.fixture
-def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+def libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for path, name, function in (
         ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", _chunk_gated_delta_rule),
         ("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined", _mamba_chunk_scan_combined),
@@ -50,6 +51,9 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
         setattr(sys.modules[path], name, function)
     for operator in ("gated_delta", "mamba2"):
         monkeypatch.delitem(sys.modules, f"replay_transformers.kernels.{operator}.library", raising=False)
+    implementation._import_library.cache_clear()
+    yield
+    implementation._import_library.cache_clear()
 
 
 @EVERY_OPERATOR

@@ -49,7 +49,7 @@ def _constants(function: Any) -> list[torch.Tensor]:
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Any:
     stand_in = Recorder()
     monkeypatch.setattr(capture, "record", stand_in)
-    monkeypatch.setattr(capture, "is_capturable", lambda inputs: True)
+    monkeypatch.setattr(capture, "is_capturable", lambda inputs: all(map(torch.is_tensor, inputs)))
     torch._dynamo.reset()
     counters.clear()
     yield stand_in
@@ -57,7 +57,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def _arguments(steps: int = 20, **more: Any) -> dict[str, Any]:
-    config = CompileConfig(backend="cudagraphs", fullgraph=True, dynamic=False)
+    config = CompileConfig(backend="cudagraphs", fullgraph=True)
     config._compile_all_devices = True
     return {"max_new_tokens": steps, "do_sample": False, "compile_config": config, **more}
 
@@ -142,3 +142,14 @@ def test_without_a_gpu_it_runs_uncaptured(caplog: pytest.LogCaptureFixture) -> N
     output = model.generate(**inputs, **_arguments(8, cache_implementation="replay_static"))
     assert torch.equal(output, greedy_without_cache(model, inputs["input_ids"], inputs["attention_mask"], 8))
     assert caplog.text.count("one GPU") == 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_another_batch_and_length_get_graphs_of_their_own(family: str, recorder: Recorder) -> None:
+    """Sizes as inputs of one graph for all would mean no capture at all."""
+    model = FAMILIES[family]()
+    for rows, steps in ((2, 8), (1, 8), (2, 14), (2, 8)):
+        recorder.replayed, inputs = 0, prompt(rows, 5)
+        output = model.generate(**inputs, **_arguments(steps, cache_implementation="replay_static"))
+        assert torch.equal(output, greedy_without_cache(model, inputs["input_ids"], inputs["attention_mask"], steps))
+        assert recorder.replayed >= steps - 2 - 1  # all decode steps but the first, a warm-up
