@@ -13,6 +13,8 @@ import torch
 from typer import Typer
 from typer.testing import CliRunner, Result
 
+pytest.importorskip("triton")
+
 from replay_transformers.cache import ReplayCache
 from replay_transformers.geometry import LayerGeometry
 from replay_transformers.kernels.mamba2 import reference as mamba2

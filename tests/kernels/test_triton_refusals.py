@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from tests.kernels.test_triton_conv import make
 from tests.support.kernels import KERNELS, OPERATORS_IN_TRITON, bits, make_case
 from tests.support.operators import Geometry, Operator
