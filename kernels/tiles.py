@@ -3,7 +3,11 @@
 import triton
 import triton.language as tl
 
-__all__ = ["let_step_begin", "record_slot", "saturated", "wait_for_prepare"]
+__all__ = ["MIN_RECORDS", "UNROLL", "let_step_begin", "record_slot", "saturated", "wait_for_prepare"]
+
+
+MIN_RECORDS = 16  # records are read in blocks of so many
+UNROLL = tl.constexpr(4)  # records folded per round of the loop, so that their loads are under way together
 
 
 @triton.jit

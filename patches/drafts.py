@@ -250,7 +250,8 @@ def keep_assistant_apart(generator: Any, input_ids: torch.Tensor) -> None:
                 cache.reset()
                 cache.activate_past_recording()
         if isinstance(cache, ReplayCache) and cache.cursor.fresh:
-            given |= {name: 0 for name in ("remove_from_pkv",) if name in given}
+            if "remove_from_pkv" in given:
+                given["remove_from_pkv"] = 0
             given["num_added_tokens"] = min(given["num_added_tokens"], length - 1)
         return cls._update_past_and_masks(*bound.args, **bound.kwargs)
 

@@ -50,6 +50,7 @@ class StepPlan:
         max_records: how many records a row holds at most as the forward begins; None: as many as a ring has room for.
         next_layer: position (among the state-space layers) of the layer that runs next.
         copies: the cursor and ``folds`` by device: int64 ``[B]`` tensors ``(base, committed, pending, folds)``.
+        starts: the positions of the first new tokens by device.
     """
 
     tokens: int
@@ -59,6 +60,7 @@ class StepPlan:
     max_records: int | None
     next_layer: int = 0
     copies: dict[torch.device, Position] = field(default_factory=dict)
+    starts: dict[torch.device, torch.Tensor] = field(default_factory=dict)
 
     @property
     def scanned(self) -> int:
@@ -205,6 +207,14 @@ class Cursor:
             folds = None if self.plan.folds is None else self.plan.folds.to(device)
             self.plan.copies[device] = (base, committed, pending, folds)
         return self.plan.copies[device]
+
+    def start(self, device: torch.device) -> torch.Tensor:
+        """Position of each row's first new token on ``device``, int64 ``[B]``, computed there once per forward."""
+        assert self.plan is not None
+        if device not in self.plan.starts:
+            base, committed, pending, _ = self.on(device)
+            self.plan.starts[device] = base + committed + pending
+        return self.plan.starts[device]
 
     def end(self) -> None:
         """Advance past the planned forward, in place, after its last state-space layer."""

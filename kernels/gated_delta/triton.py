@@ -22,10 +22,17 @@ import torch
 import triton
 import triton.language as tl
 
-from replay_transformers.kernels.gated_delta.update import update
+from replay_transformers.kernels.gated_delta.update import NORM_EPSILON, update
 from replay_transformers.kernels.launch import choose, launch_options, on_their_device
 from replay_transformers.kernels.parts import run_in_parts
-from replay_transformers.kernels.tiles import let_step_begin, record_slot, saturated, wait_for_prepare
+from replay_transformers.kernels.tiles import (
+    MIN_RECORDS,
+    UNROLL,
+    let_step_begin,
+    record_slot,
+    saturated,
+    wait_for_prepare,
+)
 from replay_transformers.kernels.validation import (
     POINTERS,
     check_groups,
@@ -35,11 +42,6 @@ from replay_transformers.kernels.validation import (
 )
 
 __all__ = ["replay_step", "update"]
-
-MIN_RECORDS = 16  # records are read in blocks of so many
-UNROLL = tl.constexpr(4)  # records folded per round of the loop, so that their loads are under way together
-
-NORM_EPSILON = tl.constexpr(1e-6)
 
 
 @triton.jit

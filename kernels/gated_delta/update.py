@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from replay_transformers.kernels.gated_delta import reference
 from replay_transformers.kernels.launch import on_their_device
 from replay_transformers.kernels.tiles import saturated
 from replay_transformers.kernels.validation import check_groups, check_operands, power_of_two
@@ -14,7 +15,7 @@ from replay_transformers.kernels.validation import check_groups, check_operands,
 __all__ = ["update"]
 
 BLOCK, WARPS = 16, 1  # channels of a head per program: many small programs, since there are few rows
-NORM_EPSILON = tl.constexpr(1e-6)
+NORM_EPSILON = tl.constexpr(reference.NORM_EPSILON)
 
 
 @triton.jit

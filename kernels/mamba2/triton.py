@@ -22,7 +22,14 @@ import triton.language as tl
 from replay_transformers.kernels.launch import choose, launch_options, on_their_device
 from replay_transformers.kernels.mamba2.update import update
 from replay_transformers.kernels.parts import run_in_parts
-from replay_transformers.kernels.tiles import let_step_begin, record_slot, saturated, wait_for_prepare
+from replay_transformers.kernels.tiles import (
+    MIN_RECORDS,
+    UNROLL,
+    let_step_begin,
+    record_slot,
+    saturated,
+    wait_for_prepare,
+)
 from replay_transformers.kernels.validation import (
     POINTERS,
     check_groups,
@@ -32,9 +39,6 @@ from replay_transformers.kernels.validation import (
 )
 
 __all__ = ["replay_step", "update"]
-
-MIN_RECORDS = 16  # records are read in blocks of so many
-UNROLL = tl.constexpr(4)  # records folded per round of the loop, so that their loads are under way together
 
 
 @triton.jit

@@ -107,10 +107,10 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
         self._open(inputs)
         if self.conv_ring is None:
             self.allocate(inputs.shape[0], inputs.dtype, inputs.device)
-        base, committed, pending, _ = self.cursor.on(inputs.device)
+        position = self.cursor.start(inputs.device)
         with torch.autocast(inputs.device.type, enabled=False):
             return kernels.conv_step(
-                inputs, weight, bias, ring=self.conv_ring, position=base + committed + pending, activation=activation
+                inputs, weight, bias, ring=self.conv_ring, position=position, activation=activation
             )
 
     def _open(self, inputs: torch.Tensor) -> None:

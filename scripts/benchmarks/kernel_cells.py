@@ -129,7 +129,7 @@ def _replay(geometry: LayerGeometry, rows: int, tokens: int, checkpoint: str, se
     timings = {}
     for name, places in cursors.items():
         check_replay(f"{name}, T = {tokens}, {checkpoint}", step, reference, layers[0], places[0])
-        timings[name] = measure(_steps(step, layers, places), device, FINAL_MS)
+        timings[name] = measure(rotated_steps(step, layers, places), device, FINAL_MS)
     is_written_through = tokens == 1 and layers[0].buffers["state"].nbytes <= WRITE_THROUGH_BYTES
     if is_written_through and settings.implementation == "triton":
         update = importlib.import_module(f"{folder}.update").update
@@ -144,9 +144,10 @@ def _replay(geometry: LayerGeometry, rows: int, tokens: int, checkpoint: str, se
     }
 
 
-def _steps(
+def rotated_steps(
     step: Callable[..., Any], layers: list[operators.ReplayLayer], cursors: list[dict[str, Any]]
 ) -> list[Callable[[], Any]]:
+    """One call per layer, with the cursors in turn."""
     return [
         functools.partial(step, *layer.operands, **layer.buffers, **places)
         for layer, places in zip(layers, itertools.cycle(cursors), strict=False)

@@ -22,7 +22,7 @@ def kernel_times(call: Callable[[], object]) -> Counter[str]:
     times: Counter[str] = Counter()
     for event in profiler.events():
         if event.device_type == wanted:
-            times[event.name[:NAME_LENGTH]] += (event.device_time if on_gpu else event.self_cpu_time_total) / 1e3
+            times[event.name] += (event.device_time if on_gpu else event.self_cpu_time_total) / 1e3
     return times
 
 
@@ -35,6 +35,9 @@ def step_profile(generate: Callable[[int], object], short: int, long: int, most:
     """
     times = kernel_times(lambda: generate(long))
     times.subtract(kernel_times(lambda: generate(short)))
-    per_step = sorted(((ms / (long - short), name) for name, ms in times.items() if ms > 0), reverse=True)
+    shortened: Counter[str] = Counter()
+    for name, ms in times.items():
+        shortened[name[:NAME_LENGTH]] += ms
+    per_step = sorted(((ms / (long - short), name) for name, ms in shortened.items() if ms > 0), reverse=True)
     named = {name: round(ms, 4) for ms, name in per_step[:most]}
     return {**named, "all others": round(sum(ms for ms, _ in per_step[most:]), 4)}

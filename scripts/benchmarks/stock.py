@@ -15,9 +15,7 @@ from importlib.util import module_from_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.autograd import DeviceType  # type: ignore[attr-defined]
-from torch.profiler import ProfilerActivity, profile
+from .profiles import kernel_times
 
 MAMBA_SSM = "mamba_ssm"
 NEMOTRON = "transformers.models.nemotron_h.modeling_nemotron_h"
@@ -121,9 +119,6 @@ def _import_problem(package: str) -> str:
 def require_kernel(model: Any, run: Callable[[], Any]) -> None:
     """Profile ``run``, which decodes with the stock model; raises `SlowStockError` unless the fast kernel ran."""
     path = FAST_PATHS[model.config.model_type]
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
-        run()
-        torch.cuda.synchronize()
-    names = sorted({event.name for event in profiler.events() if event.device_type == DeviceType.CUDA})
+    names = sorted(kernel_times(run))
     if not any(path.kernel in name for name in names):
         raise SlowStockError(f"no kernel named like {path.kernel!r} ran; these did: {names[:40]}")

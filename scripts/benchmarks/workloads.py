@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from replay_transformers.geometry import LayerGeometry
 
 from . import operators
 from .checks import check_replay, compare, sample_rows
-from .kernel_cells import MOST_LAYERS, PAST_THE_CACHE, layer_count
+from .kernel_cells import MOST_LAYERS, PAST_THE_CACHE, layer_count, rotated_steps
 from .timing import Call, cache_bytes
 
 WEIGHT_SCALE = 0.5
@@ -72,10 +71,7 @@ def _replay_step(geometry: LayerGeometry, rows: int, tokens: int, settings: Sett
         for _ in range(copies or layer_count(geometry, rows, settings.checkpoint.itemsize, device))
     ]  # fmt: skip
     cursors = steady_cursors(rows, window, device)
-    calls: list[Call] = [
-        functools.partial(step, *layer.operands, **layer.buffers, **place)
-        for layer, place in zip(layers, itertools.cycle(cursors), strict=False)
-    ]
+    calls = rotated_steps(step, layers, cursors)
     return Workload(calls, lambda: check_replay(geometry.kind, step, reference, layers[0], cursors[0]))
 
 
