@@ -16,13 +16,11 @@ import torch
 from replay_transformers.kernels.launch_table import DEFAULT, OPERATORS, Entry, Launch, find, merge, read
 
 __all__ = [
-    "OVERLAP_VARIABLE",
     "TABLE",
     "VARIABLE",
     "Launch",
     "choose",
     "gpu_name",
-    "launch_options",
     "on_their_device",
     "override",
     "reload",
@@ -30,7 +28,6 @@ __all__ = [
 
 TABLE = Path(__file__).with_suffix(".json")
 VARIABLE = "REPLAY_TRANSFORMERS_LAUNCH"
-OVERLAP_VARIABLE = "REPLAY_TRANSFORMERS_OVERLAP"
 
 _overrides: dict[str, Launch] = {}
 
@@ -51,18 +48,6 @@ def choose(
     if operator in _overrides:
         return _overrides[operator]
     return _chosen(gpu_name(device), operator, size, tokens, head_dim, state_dim)
-
-
-@cache
-def launch_options(device: torch.device) -> dict[str, bool]:
-    """Options of a step kernel that may begin while its prepare kernel runs (programmatic dependent launch).
-
-    It then loads its block of the state first and waits before it reads what was prepared. Experimental: only where the
-    environment variable `REPLAY_TRANSFORMERS_OVERLAP` is 1, on Hopper or newer. Elsewhere the dict is empty, and the
-    kernels run one after the other.
-    """
-    wanted = os.environ.get(OVERLAP_VARIABLE) == "1" and device.type == "cuda" and torch.version.hip is None
-    return {"launch_pdl": True} if wanted and torch.cuda.get_device_capability(device) >= (9, 0) else {}
 
 
 def on_their_device(launch: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

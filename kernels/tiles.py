@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-__all__ = ["MIN_RECORDS", "UNROLL", "let_step_begin", "record_slot", "saturated", "wait_for_prepare"]
+__all__ = ["MIN_RECORDS", "UNROLL", "record_slot", "saturated"]
 
 
 MIN_RECORDS = 16  # records are read in blocks of so many
@@ -15,20 +15,6 @@ def record_slot(start, age, CAPACITY: tl.constexpr):
     """Slot of the record of an age, the oldest record being in slot ``start``; ``age`` is at most ``CAPACITY``."""
     slot = start + age
     return tl.where(slot >= CAPACITY, slot - CAPACITY, slot)
-
-
-@triton.jit
-def let_step_begin(OVERLAP: tl.constexpr):
-    """In a prepare kernel: its step kernel may be launched from now on."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def wait_for_prepare(OVERLAP: tl.constexpr):
-    """In a step kernel: what its prepare kernel wrote can be read from now on."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit

@@ -23,16 +23,9 @@ import triton
 import triton.language as tl
 
 from replay_transformers.kernels.gated_delta.update import NORM_EPSILON, update
-from replay_transformers.kernels.launch import choose, launch_options, on_their_device
+from replay_transformers.kernels.launch import choose, on_their_device
 from replay_transformers.kernels.parts import run_in_parts
-from replay_transformers.kernels.tiles import (
-    MIN_RECORDS,
-    UNROLL,
-    let_step_begin,
-    record_slot,
-    saturated,
-    wait_for_prepare,
-)
+from replay_transformers.kernels.tiles import MIN_RECORDS, UNROLL, record_slot, saturated
 from replay_transformers.kernels.validation import (
     POINTERS,
     check_groups,
@@ -58,10 +51,9 @@ def _prepare(
     query_scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
     SHARE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, FOLD: tl.constexpr, OVERLAP: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     """SHARE: value heads per program, all of one key head; BLOCK_R: at least the records of any row."""
-    let_step_begin(OVERLAP)
     shares: tl.constexpr = HEADS // SHARE
     row = (tl.program_id(0) // shares).to(tl.int64)
     share = tl.program_id(0) % shares
@@ -160,7 +152,7 @@ def _step(
     beta_row, beta_token, beta_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, AGES: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, FOLD: tl.constexpr, OVERLAP: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     tiles: tl.constexpr = (WIDTH + BLOCK_V - 1) // BLOCK_V
     first = (tl.program_id(0) % tiles) * BLOCK_V
@@ -185,7 +177,6 @@ def _step(
     answer = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
     rate = tl.load(beta + row * beta_row + head * beta_head + token * beta_token, mask=token_ok, other=0.0)
     rate = rate.to(tl.float32)
-    wait_for_prepare(OVERLAP)
     start, past = tl.load(cursor + row * 3), tl.load(cursor + row * 3 + 1)
     gains = gain + row_head * (2 * TOKENS) + token
     gain_k, gain_q = tl.load(gains, mask=token_ok, other=0.0), tl.load(gains + TOKENS, mask=token_ok, other=0.0)
@@ -273,11 +264,9 @@ def _launch(
     coefficient, own = scratch(rows, heads, tokens, 2, block_r), scratch(rows, heads, tokens, 2, block_t)
     gain, norm = scratch(rows, heads, 2, tokens), scratch(rows, key_heads, block_r) if fold else scratch(1)
     y = torch.empty(rows, tokens, heads, width, dtype=q.dtype, device=device)
-    options = launch_options(device)
     sizes = {
         "HEADS": heads, "GROUP": group, "WIDTH": width, "STATES": states, "CAPACITY": ring_k.shape[2],
         "BLOCK_K": power_of_two(states), "BLOCK_R": block_r, "TOKENS": tokens, "BLOCK_T": block_t, "FOLD": fold,
-        "OVERLAP": bool(options),
     }  # fmt: skip
     _prepare[(rows * (heads // share),)](
         q, k, v, g, beta, ring_k, ring_v, ring_g, ring_beta, base, committed, pending, folds,
@@ -288,7 +277,7 @@ def _launch(
     _step[(rows * heads * triton.cdiv(width, block_v),)](
         state, q, k, v, beta, ring_k, ring_v, ring_g, ring_beta, ring_d, coefficient, own, gain, norm, cursor, y,
         *q.stride(), *k.stride(), *v.stride(), *beta.stride(),
-        BLOCK_V=block_v, AGES=MIN_RECORDS, **sizes, num_warps=chosen.warps, **options,
+        BLOCK_V=block_v, AGES=MIN_RECORDS, **sizes, num_warps=chosen.warps,
     )  # fmt: skip
     return y
 

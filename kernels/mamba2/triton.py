@@ -19,17 +19,10 @@ import torch
 import triton
 import triton.language as tl
 
-from replay_transformers.kernels.launch import choose, launch_options, on_their_device
+from replay_transformers.kernels.launch import choose, on_their_device
 from replay_transformers.kernels.mamba2.update import update
 from replay_transformers.kernels.parts import run_in_parts
-from replay_transformers.kernels.tiles import (
-    MIN_RECORDS,
-    UNROLL,
-    let_step_begin,
-    record_slot,
-    saturated,
-    wait_for_prepare,
-)
+from replay_transformers.kernels.tiles import MIN_RECORDS, UNROLL, record_slot, saturated
 from replay_transformers.kernels.validation import (
     POINTERS,
     check_groups,
@@ -53,10 +46,9 @@ def _prepare(
     c_row, c_token, c_group, c_state,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
     SHARE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, HAS_D: tl.constexpr, FOLD: tl.constexpr, OVERLAP: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, HAS_D: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     """SHARE: heads per program, all of one group; BLOCK_R: at least the records of any row."""
-    let_step_begin(OVERLAP)
     shares: tl.constexpr = HEADS // SHARE
     row = (tl.program_id(0) // shares).to(tl.int64)
     share = tl.program_id(0) % shares
@@ -149,7 +141,7 @@ def _step(
     c_row, c_token, c_group, c_state,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, AGES: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, FOLD: tl.constexpr, OVERLAP: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     tiles: tl.constexpr = (WIDTH + BLOCK_P - 1) // BLOCK_P
     first = (tl.program_id(0) % tiles) * BLOCK_P
@@ -169,7 +161,6 @@ def _step(
         x + row * x_row + head * x_head + (token[:, None] * x_token + (first + p)[None, :] * x_channel),
         mask=out_ok, other=0.0,
     ).to(tl.float32)  # fmt: skip
-    wait_for_prepare(OVERLAP)
     start, past = tl.load(cursor + row * 3), tl.load(cursor + row * 3 + 1)
     scale = tl.load(carry + row_head * TOKENS + token, mask=token < TOKENS, other=0.0)
     records = ring_x + row_head * (CAPACITY * WIDTH) + first
@@ -240,11 +231,9 @@ def _launch(
     coefficient, own = scratch(rows, heads, tokens, block_r), scratch(rows, heads, tokens, block_t)
     carry, weight = scratch(rows, heads, tokens), scratch(rows, heads, block_r + 1) if fold else scratch(1)
     y = torch.empty(rows, tokens, heads, width, dtype=x.dtype, device=device)
-    options = launch_options(device)
     sizes = {
         "HEADS": heads, "GROUP": group, "WIDTH": width, "STATES": states, "CAPACITY": ring_x.shape[2],
         "BLOCK_N": power_of_two(states), "BLOCK_R": block_r, "TOKENS": tokens, "BLOCK_T": block_t, "FOLD": fold,
-        "OVERLAP": bool(options),
     }  # fmt: skip
     _prepare[(rows * (heads // share),)](
         x, dt, B, C, A, D, ring_x, ring_b, ring_dt, base, committed, pending, folds,
@@ -254,7 +243,7 @@ def _launch(
     )  # fmt: skip
     _step[(rows * heads * triton.cdiv(width, block_p),)](
         state, x, C, ring_x, ring_b, coefficient, own, carry, weight, cursor, y, *x.stride(), *C.stride(),
-        BLOCK_P=block_p, AGES=MIN_RECORDS, **sizes, num_warps=chosen.warps, **options,
+        BLOCK_P=block_p, AGES=MIN_RECORDS, **sizes, num_warps=chosen.warps,
     )  # fmt: skip
     return y
 
