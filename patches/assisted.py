@@ -5,6 +5,7 @@ it does not, and the wrapped loop refuses every cache but a `ReplayCache` instea
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
 from replay_transformers.cache import ReplayCache
+from replay_transformers.patches.batched import generate_in_rows, refusal
 from replay_transformers.patches.drafts import (
     DraftLimits,
     check_drafter,
@@ -76,11 +78,19 @@ def _assisted_decoding(original: Callable[..., Any], settings: GenerateSettings,
                 f"assisted generation with {type(self).__name__} needs a cache that can roll a recurrent state back: "
                 f'pass cache_implementation="replay" or "replay_static", or a ReplayCache, got {got}'
             )
-        if input_ids.shape[0] != 1:  # a batched loop of our own would be entered here
-            raise NotImplementedError(
-                f"assisted generation takes one prompt at a time, got a batch of {input_ids.shape[0]}: larger batches "
-                "are not supported yet"
-            )
+        if input_ids.shape[0] > 1:
+            names = ("logits_processor", "stopping_criteria", "streamer", "assistant_model")
+            given = inspect.signature(original).bind(self, input_ids, *args, **kwargs).arguments
+            reason = refusal(config, given.get("synced_gpus", False), given.get("assistant_tokenizer"))
+            if reason is not None:
+                raise NotImplementedError(
+                    f"{reason} takes one prompt at a time in assisted generation, got a batch of {input_ids.shape[0]}"
+                )
+            logits_processor, stopping_criteria, streamer, assistant = (given.get(name) for name in names)
+            return generate_in_rows(
+                self, input_ids, logits_processor, stopping_criteria, config, streamer, assistant, call.drafts,
+                given["model_kwargs"],
+            )  # fmt: skip
         call.seen = _tokens_seen(cache, input_ids, config, kwargs.get("attention_mask"))
         max_draft = cache.replay_config.max_draft
         call.limits = DraftLimits(max_draft, config.max_length, kwargs["stopping_criteria"], config.do_sample)
@@ -132,7 +142,7 @@ def _candidate_generator(original: Callable[..., Any], settings: GenerateSetting
                 generator = original(self, generation_config, *args, **kwargs)
         assistant = getattr(generator, "assistant_model", None)
         if is_ours or isinstance(assistant, families):
-            limit_drafts(generator, call.limits if is_ours else None, call.drafts)
+            limit_drafts(generator, call.limits if is_ours else None, call.most or call.drafts)
             if isinstance(generator, AssistedCandidateGenerator):
                 keep_assistant_apart(generator, kwargs["input_ids"])
         return generator

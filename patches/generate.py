@@ -38,12 +38,14 @@ class RunningCall:
     Args:
         borrowed: the caches lent to it: ``(model, key, cache)``.
         drafts: how many tokens its drafter proposes at most in one round; None without a drafter.
+        most: how many tokens of a draft its cache can reject.
         limits: what drafts are cut to, once assisted decoding has begun (`patches/drafts.py`).
         seen: tokens that its cache held before assisted decoding began.
     """
 
     borrowed: list[tuple[Any, Hashable, ReplayCache]] = field(default_factory=list)
     drafts: int | None = None
+    most: int = 0
     limits: Any = None
     seen: int = 0
 
@@ -115,9 +117,10 @@ def wrap_prepare_cache(original: Callable[..., Any], settings: GenerateSettings)
         users_cache, call = cache_argument(model_kwargs), settings.call()
         if generation_config.is_assistant:
             _keep_own_settings(generation_config)
+        rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         if isinstance(users_cache, ReplayCache):
             _check_users_cache(self, users_cache, generation_config, max_cache_length)
-            _check_drafter(call, generation_mode, users_cache.replay_config)
+            _check_drafter(call, generation_mode, users_cache.replay_config, rows)
             settings.prepare_model(self)
             generation_config.compile_config = with_own_backend(generation_config.compile_config)
             return original(self, generation_config, model_kwargs, *rest, **kwargs)
@@ -128,11 +131,10 @@ def wrap_prepare_cache(original: Callable[..., Any], settings: GenerateSettings)
         if name not in CACHE_NAMES or users_cache is not None or generation_config.use_cache is False:
             return original(self, generation_config, model_kwargs, *rest, **kwargs)
 
-        rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         if generation_config.max_cache_len is not None:
             max_cache_length = max(max_cache_length, generation_config.max_cache_len)
         cache = _borrow(self, settings, generation_config, rows, max_cache_length if name == STATIC_NAME else None)
-        _check_drafter(call, generation_mode, cache.replay_config)
+        _check_drafter(call, generation_mode, cache.replay_config, rows)
         settings.prepare_model(self)
         generation_config.compile_config = with_own_backend(generation_config.compile_config)
         if generation_config.is_assistant:
@@ -171,8 +173,8 @@ def _borrow(
     # an assistant's cache is lent to the call that drafts with it, for all its rounds
     call = settings.call(outer=generation_config.is_assistant)
     replay_config = ReplayConfig.from_dict(generation_config.cache_config)
-    if call.drafts is not None and call.drafts > replay_config.max_draft:
-        replay_config = dataclasses.replace(replay_config, max_draft=call.drafts)
+    if call.drafts is not None and call.drafts + _spare(rows) > replay_config.max_draft:
+        replay_config = dataclasses.replace(replay_config, max_draft=call.drafts + _spare(rows))
     layers = text_config(model.config).num_hidden_layers  # fewer in an early exit
     key = (rows, replay_config, max_cache_len, model.dtype, model.device, layers)
     cache = settings.pool.take(model, key)
@@ -189,7 +191,12 @@ def _is_on_one_device(model: Any) -> bool:
     return len(set(device_map.values())) == 1 and model.device.type != "meta"
 
 
-def _check_drafter(call: RunningCall, generation_mode: Any, replay_config: ReplayConfig) -> None:
+def _spare(rows: int) -> int:
+    """What a cache must be able to reject beside drafts: of several rows, those that are finished keep nothing."""
+    return int(rows > 1)
+
+
+def _check_drafter(call: RunningCall, generation_mode: Any, replay_config: ReplayConfig, rows: int) -> None:
     """Raise unless the call's drafter, if it has one, gets a cache that can take its drafts back."""
     if call.drafts is None:
         return
@@ -198,12 +205,14 @@ def _check_drafter(call: RunningCall, generation_mode: Any, replay_config: Repla
             "a drafter (assistant_model, prompt_lookup_num_tokens, ...) cannot be used with "
             f"{generation_mode.value!r}: speculation works with greedy decoding and sampling, so leave num_beams at 1"
         )
-    if call.drafts > replay_config.max_draft:
+    needed = call.drafts + _spare(rows)
+    if needed > replay_config.max_draft:
+        more = f" (one more in a batch: {needed})" if _spare(rows) else ""
         raise ValueError(
-            f"the drafter proposes up to {call.drafts} tokens at a time, and this ReplayCache can reject only "
-            f"max_draft={replay_config.max_draft}: build it with ReplayConfig(max_draft={call.drafts})"
+            f"the drafter proposes up to {call.drafts} tokens at a time{more}, and this ReplayCache can reject only "
+            f"max_draft={replay_config.max_draft}: build it with ReplayConfig(max_draft={needed})"
         )
-    call.drafts = replay_config.max_draft
+    call.most = replay_config.max_draft
 
 
 def _check_users_cache(model: Any, cache: ReplayCache, generation_config: Any, max_cache_length: int) -> None:
@@ -213,6 +222,11 @@ def _check_users_cache(model: Any, cache: ReplayCache, generation_config: Any, m
             f"({cache.replay_config})"
         )
     cache.check_model(text_config(model.config))
+    if cache.cursor.ragged:
+        raise ValueError(
+            "the rows of this cache have seen different numbers of tokens, and generate continues rows of one length: "
+            "bring them to one length and call cache.join_rows(), or build a new cache"
+        )
     if cache.max_cache_len is not None and max_cache_length > cache.max_cache_len:
         raise ValueError(
             f"this call may reach {max_cache_length} cached tokens, and the ReplayCache was built with "

@@ -8,6 +8,7 @@ import torch
 
 from replay_transformers.cache import ReplayCache
 from replay_transformers.patches.attention import REPLAY_FLAG
+from replay_transformers.patches.rows import separate_rows
 from replay_transformers.patches.versions import cache_argument
 
 __all__ = ["guard", "refuse_training", "replay_cache_of"]
@@ -48,11 +49,13 @@ def guard(original: Callable[..., Any]) -> Callable[..., Any]:
         refuse_training(self, kwargs)
         if self.config._attn_implementation == "sdpa":
             kwargs[REPLAY_FLAG] = True
+        named = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+        inputs = next((value for value in (*args, *named) if isinstance(value, torch.Tensor)), None)
+        if cache.cursor.ragged and inputs is not None:
+            separate_rows(self, cache, inputs, kwargs)
         if torch.compiler.is_compiling():
             return original(self, *args, **kwargs)
         cache.check_model(self.config)
-        named = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
-        inputs = next((value for value in (*args, *named) if isinstance(value, torch.Tensor)), None)
         if inputs is not None:
             cache.check_forward(*inputs.shape[:2])
         before = cache.cursor.forwards

@@ -1,8 +1,13 @@
-"""The other layers of a replay cache: attention (transformers' own, made to outlive `inference_mode`), and none."""
+"""The other layers of a replay cache: attention (transformers' own, made to outlive `inference_mode`), and none.
+
+Usually all rows have the same number of keys. While the cursor is ``ragged`` each row has as many as it has seen
+tokens: new ones are written behind the row's own, in buffers as wide as the longest row needs, and a mask hides the rest.
+"""
 
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from replay_transformers.cursor import Cursor, select_rows
@@ -63,6 +68,23 @@ class _InOrder:
             return True
         return False
 
+    def _write(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Write ``[B, heads, T, head_dim]`` in place, in every row behind its own tokens."""
+        assert self.keys is not None and self.values is not None
+        tokens = key_states.shape[2]
+        starts = self.cursor.lengths().to(self.keys.device)
+        if self.is_after_end:
+            starts = starts - tokens
+        slots = starts[:, None] + torch.arange(tokens, device=starts.device)
+        rows = torch.arange(slots.shape[0], device=starts.device)[:, None]
+        for held, new in ((self.keys, key_states), (self.values, value_states)):
+            held.transpose(1, 2)[rows, slots] = new.detach().transpose(1, 2)
+
+    @property
+    def is_after_end(self) -> bool:
+        """Whether the cursor has moved past a forward before this layer takes part in it."""
+        return self.before == self.total
+
 
 class GrowingAttentionLayer(_InOrder, DynamicLayer):
     """Keys and values ``[B, heads, length, head_dim]`` that grow with every forward."""
@@ -77,9 +99,22 @@ class GrowingAttentionLayer(_InOrder, DynamicLayer):
         """
         if self._is_replaceable(key_states, value_states):
             self.reset()
+        if self.cursor.ragged:
+            assert self.keys is not None and self.values is not None
+            tokens = 0 if self.is_after_end else key_states.shape[2]
+            missing = self.cursor.width(tokens) - self.keys.shape[2]
+            if missing > 0:  # zeros: what a mask hides must be finite all the same
+                self.keys, self.values = (pad(held, (0, 0, 0, missing)) for held in (self.keys, self.values))
+            self._write(key_states, value_states)
+            return self.keys, self.values
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         self.keys, self.values = keys.detach(), values.detach()
         return keys, values
+
+    def join(self, length: int) -> None:
+        """Stop being ragged: every row has ``length`` tokens."""
+        assert self.keys is not None and self.values is not None
+        self.keys, self.values = self.keys[:, :, :length], self.values[:, :, :length]
 
     def reset(self) -> None:
         """Drop keys and values; transformers before 5.20 only zeroes them, which keeps their length."""
@@ -118,7 +153,15 @@ class FixedAttentionLayer(_InOrder, StaticLayer):
         """
         if self._is_replaceable(key_states, value_states):
             self.lazy_initialization(key_states, value_states)
+        if self.cursor.ragged:
+            assert self.keys is not None and self.values is not None
+            self._write(key_states, value_states)
+            return self.keys, self.values
         return super().update(key_states.detach(), value_states.detach(), *args, **kwargs)
+
+    def join(self, length: int) -> None:
+        """Stop being ragged: every row has ``length`` tokens."""
+        self.cumulative_length.fill_(length)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens (a negative int); transformers has it since 5.21."""

@@ -17,6 +17,8 @@ from replay_transformers.layers import LAYER_CLASSES, ReplayLayer
 
 __all__ = ["ReplayCache"]
 
+ALIGNMENT = 8  # of the slots of attention: masks of other widths are copied by the attention kernels
+
 
 class ReplayCache(Cache):
     """A cache for hybrid state-space models: per state-space layer a checkpoint and a ring of recent inputs.
@@ -84,8 +86,13 @@ class ReplayCache(Cache):
             elif self.max_cache_len is None:
                 layers.append(GrowingAttentionLayer(**place))
             else:
-                layers.append(FixedAttentionLayer(max_cache_len=self.max_cache_len, **place))
+                layers.append(FixedAttentionLayer(max_cache_len=self._slots(), **place))
         return layers
+
+    def _slots(self) -> int:
+        """Slots of fixed attention layers: also a row that is full can take part in a forward that it then rejects."""
+        assert self.max_cache_len is not None
+        return -(-(self.max_cache_len + self.replay_config.max_step) // ALIGNMENT) * ALIGNMENT
 
     def check_model(self, config: Any) -> None:
         """Raise ValueError unless the cache fits a model with this configuration. Changes nothing."""
@@ -115,6 +122,13 @@ class ReplayCache(Cache):
         if self.max_cache_len is None:
             return
         seen = self.cursor.lengths() if not self.cursor.fresh else None
+        if self.cursor.ragged:
+            if self.cursor.longest + tokens > self._slots():
+                raise ValueError(
+                    f"{self.cursor.longest} tokens in the longest row of the cache and {tokens} new ones exceed "
+                    f"max_cache_len={self.max_cache_len}: build a larger ReplayCache, or without max_cache_len"
+                )
+            return
         if seen is not None and seen.is_cuda and tokens == 1:
             return
         length = 0 if seen is None else int(seen.max())
@@ -132,7 +146,9 @@ class ReplayCache(Cache):
         """
         cursor = self.cursor
         seen = 0 if cursor.base is None or cursor.fresh else int(cursor.lengths().max())
-        lengths = {int(layer.get_seq_length()) for layer in self.attention_layers}
+        # what a ragged layer has written too much is behind its rows' tokens, and written over by the next forward
+        layers = [] if cursor.ragged else self.attention_layers
+        lengths = {int(layer.get_seq_length()) for layer in layers}
         cursor.broken |= cursor.plan is not None or cursor.forwards != forwards_before or not lengths <= {seen}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -213,13 +229,15 @@ class ReplayCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """Tokens seen, padding and uncommitted tokens included; the same for every layer between two forwards.
 
+        Where the rows have seen different numbers of tokens, the largest; `row_lengths` has them all.
+
         Returns:
             An int; a 0-d int64 tensor if the shapes are fixed, as in `StaticCache`.
         """
         if self.cursor.fresh:
             return 0
         attention = self.attention_layers
-        if attention and attention[0].is_initialized:
+        if attention and attention[0].is_initialized and not self.cursor.ragged:
             return attention[0].get_seq_length()
         length = self.cursor.lengths().max()
         return length if self.is_compileable else int(length)
@@ -227,8 +245,21 @@ class ReplayCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """``(kv_length, kv_offset)`` of the attention mask for ``query_length`` new tokens."""
         if self.max_cache_len is not None:
-            return self.max_cache_len, 0
+            return self._slots(), 0
+        if self.cursor.ragged:
+            held = max((layer.keys.shape[2] for layer in self.attention_layers), default=0)
+            return max(held, self.cursor.width(query_length)), 0
         return self.get_seq_length() + query_length, 0
+
+    def row_lengths(self) -> torch.Tensor:
+        """Tokens that each row has seen, padding and uncommitted tokens included: int64 ``[B]``, a new tensor.
+
+        Raises:
+            ValueError: nothing seen yet.
+        """
+        if self.cursor.fresh:
+            raise ValueError("the cache has not seen any tokens yet")
+        return self.cursor.lengths()
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Tokens the cache can hold; -1 without a limit."""
@@ -298,12 +329,12 @@ class ReplayCache(Cache):
 
         Args:
             tokens_to_remove: 0 (reject none) or a negative int; or an int64 tensor ``[B]`` of such values, one per
-                row. Rows that differ need a model without attention layers in this version.
+                row. Rows then may differ in length, until `join_rows`: the next tokens of each follow its own, and
+                a 2-D attention mask has a column per slot, those behind a row's tokens being of no effect.
 
         Raises:
             ValueError: positive values, more tokens than are uncommitted, or rejecting while not recording. Nothing is
                 changed then.
-            NotImplementedError: rows that differ, with attention layers.
         """
         self._require_between_forwards("crop")
         rejected, uniform = self._rejected(tokens_to_remove)
@@ -322,14 +353,51 @@ class ReplayCache(Cache):
                 f"cannot reject {rejected.tolist() if uniform is None else uniform} tokens: "
                 f"only the last {int(pending.min())} are uncommitted (max_draft={self.replay_config.max_draft})"
             )
-        if uniform is None and self.attention_layers:
-            raise NotImplementedError(
-                "rejecting different numbers of tokens per row is not supported with attention layers yet"
-            )
-        if uniform:
+        if uniform is None:
+            self.separate_rows()
+        if uniform and not self.cursor.ragged:
             for layer in self.attention_layers:
                 layer.crop(-uniform)
         self.cursor.commit(rejected)
+        if self.cursor.ragged:
+            self.cursor.longest = int(self.cursor.lengths().max())
+
+    def separate_rows(self) -> None:
+        """From now on the rows may have seen different numbers of tokens, until `join_rows` or `reset`.
+
+        Raises:
+            ValueError: nothing seen yet.
+        """
+        if self.cursor.fresh:
+            raise ValueError("the cache has not seen any tokens yet")
+        if not self.cursor.ragged:
+            self.cursor.longest = int(self.cursor.lengths().max())
+            self.cursor.ragged = True
+
+    def join_rows(self) -> None:
+        """Go back to rows of one length, in place.
+
+        Raises:
+            ValueError: the rows have seen different numbers of tokens. Nothing is changed then.
+        """
+        if not self.cursor.ragged:
+            return
+        lengths = set(self.cursor.lengths().tolist())
+        if len(lengths) > 1:
+            raise ValueError(f"the rows of this cache have seen different numbers of tokens: {sorted(lengths)}")
+        for layer in self.attention_layers:
+            layer.join(*lengths)
+        self.cursor.ragged = False
+
+    def reject_rows(self, rejected: torch.Tensor, longest: int) -> None:
+        """`crop` for a loop that knows what it does: unchecked, and without waiting for the GPU.
+
+        Args:
+            rejected: int64 ``[B]`` on the cursor's device, of each row's uncommitted tokens. The others are committed.
+            longest: tokens that the longest row has seen then, or more. The cache must be one with separate rows.
+        """
+        self.cursor.commit(rejected)
+        self.cursor.longest = longest
 
     def _rejected(self, tokens_to_remove: int | torch.Tensor) -> tuple[torch.Tensor, int | None]:
         """Tokens to reject as an int64 tensor on the cursor's device, and as an int if it is the same for all rows."""

@@ -15,6 +15,7 @@ CHECKPOINT_DTYPES = {
     "float64": torch.float64,
 }
 IMPLEMENTATIONS = ("auto", "reference", "triton")
+DRAFT_LENGTHS = ("adaptive", "fixed", "off")
 MOST_RECORDS = 512  # of a ring that the Triton kernels work on: they hold all keys of a group at once
 
 
@@ -34,6 +35,9 @@ class ReplayConfig:
             Forwards of more than ``max_draft + 1`` tokens are scanned, with "auto" by flash-linear-attention or
             mamba-ssm where they are installed. "auto" also updates small states eagerly, and takes the reference for
             rings of more than 512 records.
+        draft_length: how many tokens assisted generation drafts per round: "adaptive" (as many as pay, by what was
+            accepted and how long rounds took; none where drafts do not pay), "fixed" (as many as the drafter may) or
+            "off" (none).
 
     Raises:
         ValueError: a value of the wrong type or out of range.
@@ -46,6 +50,7 @@ class ReplayConfig:
     readout: str | None = None
     decay_skip: float = 0.0
     impl: str = "auto"
+    draft_length: str = "adaptive"
 
     def __post_init__(self) -> None:
         _check_int("window", self.window, minimum=1)
@@ -64,6 +69,8 @@ class ReplayConfig:
             raise ValueError(f"decay_skip must lie in [0, 1), got {self.decay_skip!r}")
         if self.decay_skip:
             raise NotImplementedError(f"decay_skip={self.decay_skip!r} is not supported yet; leave it at 0.0")
+        if self.draft_length not in DRAFT_LENGTHS:
+            raise ValueError(f"draft_length must be one of {DRAFT_LENGTHS}, got {self.draft_length!r}")
         if self.impl not in IMPLEMENTATIONS:
             raise ValueError(f"impl must be one of {IMPLEMENTATIONS}, got {self.impl!r}")
         if self.impl == "triton" and self.checkpoint == "float64":

@@ -20,6 +20,9 @@ SPREAD_ROWS = 32
 WRITE_THROUGH_BYTES = 32 * 2**20
 THROUGH_DEVICE = "cuda"
 
+# Keys and values of attention layers that grow and are ragged grow by so many tokens, so that few steps copy them.
+WIDTH_STEP = 64
+
 # base, committed, pending, folds: what the layers on one device need of the cursor in one forward
 Position = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 
@@ -77,6 +80,9 @@ class Cursor:
 
     ``early`` (int64 ``[B]``) is by how many tokens a row's present window is shorter than the others. The first window
     of row i has ``(i * window) // B`` tokens less, so that few rows of a large batch flush in the same step.
+
+    While ``ragged`` the rows may have seen different numbers of tokens, at most ``longest`` (kept up to date outside of
+    compiled graphs, where no shape depends on it).
     """
 
     def __init__(self, config: ReplayConfig) -> None:
@@ -94,6 +100,8 @@ class Cursor:
         self.first = True  # the latest forward is the first since then
         self.forwards = 0  # how many have gone through every state-space layer
         self.broken = False  # one broke off and left the layers of the cache apart
+        self.ragged = False
+        self.longest = 0
 
     @property
     def recording(self) -> bool:
@@ -136,6 +144,10 @@ class Cursor:
         """Tokens seen by each row, int64 ``[B]``."""
         base, committed, pending = self.tensors()
         return base + committed + pending
+
+    def width(self, tokens: int) -> int:
+        """Slots for keys and values that a ragged forward of ``tokens`` more tokens per row needs."""
+        return -(-(self.longest + tokens) // WIDTH_STEP) * WIDTH_STEP
 
     def begin(self, batch_size: int, tokens: int, device: torch.device) -> StepPlan:
         """Plan a forward of ``tokens`` tokens for each of ``batch_size`` rows, on ``device``.
@@ -223,6 +235,7 @@ class Cursor:
         plan, self.plan = self.plan, None
         if not torch.compiler.is_compiling():
             self.forwards += 1
+            self.longest += plan.tokens
         with torch.no_grad():
             if plan.scanned:
                 base.add_(plan.scanned)
@@ -268,7 +281,8 @@ class Cursor:
         self._recording = self.recorded = False
         self.plan = None
         self.fresh = self.first = self.empty = True
-        self.broken = False
+        self.broken = self.ragged = False
+        self.longest = 0
         if self.base is not None:
             with torch.no_grad():
                 for tensor in self.tensors():

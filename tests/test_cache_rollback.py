@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import replay_transformers as rt
 from tests.support import models
 from tests.support.cached import (
+    MODELS,
     assert_logits,
     assert_states,
     feed,
@@ -154,32 +156,71 @@ def test_nothing_is_rejected_without_recording(family: str) -> None:
     assert before.changes(cache) == []
 
 
-@EVERY_FAMILY
-def test_rows_that_differ_need_a_model_without_attention(family: str) -> None:
-    cache, _ = recorded(model_for(family), [7])
-    before = Snapshot(cache)
-    with pytest.raises(NotImplementedError, match="attention layers"):
-        cache.crop(torch.tensor([-1, -2]))
-    assert before.changes(cache) == []
-
-
-@pytest.mark.parametrize("family", ["nemotron_h-M", "qwen3_5-no-attention"])
+@pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
+@pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize("rounds", ROUNDS)
-def test_every_row_for_itself(family: str, rounds: str) -> None:
-    """A model without attention: rows reject different numbers, drift apart, flush apart, and do so again."""
+def test_every_row_for_itself(family: str, rounds: str, fixed: bool) -> None:
+    """Rows reject different numbers, drift apart, flush apart, and do so again, past the first width of the keys."""
     model, splits = model_for(family), ROUNDS[rounds]
-    cache, tokens = recorded(model, splits, rows=3)
+    cache, tokens = recorded(model, splits, rows=3, max_cache_len=120 if fixed else None)
     seen = [row.tolist() for row in tokens[:, : 5 + sum(splits)]]
-    for step, rejected in enumerate([[0, 3, 6], [2, 0, 1], [0, 0, 0], [1, 2, 2], [0, 4, 0]]):
+    blocks = [3, 1, 2, 4, 5, *[7] * 10]
+    for step, rejected in enumerate([[0, 3, 6], [2, 0, 1], [0, 0, 0], [1, 2, 2], [0, 4, 0], *[[0, 2, 1]] * 10]):
         cache.crop(-torch.tensor(rejected))
         seen = [row[: len(row) - count] for row, count in zip(seen, rejected, strict=True)]
-        block = ids(3, [3, 1, 2, 4, 5][step], seed=step + 1)
+        block = ids(3, blocks[step], seed=step + 1)
         logits = models.cached_forward(model, cache, block)
         seen = [row + new for row, new in zip(seen, block.tolist(), strict=True)]
         for row, got in zip(seen, logits, strict=True):
             assert_logits(got, models.full_logits(model, torch.tensor([row]))[0, -block.shape[1] :])
-        assert cache.get_seq_length() == max(len(row) for row in seen)
-        assert cache.cursor.lengths().tolist() == [len(row) for row in seen]
+        assert int(cache.get_seq_length()) == max(len(row) for row in seen)
+        assert cache.row_lengths().tolist() == [len(row) for row in seen]
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@EVERY_FAMILY
+def test_rows_that_differ_with_left_padding(family: str, implementation: str, fixed: bool) -> None:
+    """A 2-D mask has a column per slot: padding stays hidden and does not count as a position."""
+    model = copy.deepcopy(model_for(family))
+    model.config._attn_implementation = implementation
+    inputs = models.prompt(3, 9, [0, 4, 2])
+    cache = new_cache(model, WINDOW, MAX_DRAFT, max_cache_len=40 if fixed else None)
+    cache.activate_past_recording()
+    models.cached_forward(model, cache, inputs["input_ids"], mask=inputs["attention_mask"])
+    seen = [row[mask.bool()].tolist() for row, mask in zip(*inputs.values(), strict=True)]
+    for step, rejected in enumerate([[1, 0, 3], [0, 2, 1], [2, 2, 2], [1, 0, 1]]):
+        cache.crop(-torch.tensor(rejected))
+        seen = [row[: len(row) - count] for row, count in zip(seen, rejected, strict=True)]
+        block = ids(3, 3, seed=step + 1)
+        logits = models.cached_forward(model, cache, block, mask=inputs["attention_mask"])
+        seen = [row + new for row, new in zip(seen, block.tolist(), strict=True)]
+        for row, got in zip(seen, logits, strict=True):
+            assert_logits(got, models.full_logits(model, torch.tensor([row]))[0, -3:])
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
+@EVERY_FAMILY
+def test_rows_that_are_joined_again(family: str, fixed: bool) -> None:
+    """Rows of one length are an ordinary cache again; of different lengths they refuse and nothing changes."""
+    model = model_for(family)
+    cache, tokens = recorded(model, [7], max_cache_len=40 if fixed else None)
+    cache.crop(torch.tensor([-2, -3]))
+    before = Snapshot(cache)
+    with pytest.raises(ValueError, match=r"different numbers of tokens: \[9, 10\]"):
+        cache.join_rows()
+    assert before.changes(cache) == []
+    later = ids(2, 2, seed=4)
+    models.cached_forward(model, cache, later)
+    cache.crop(torch.tensor([-1, 0]))
+    cache.join_rows()
+    assert not cache.cursor.ragged
+    kept = torch.stack([torch.cat([tokens[0, :10], later[0, :1]]), torch.cat([tokens[1, :9], later[1]])])
+    after = ids(2, WINDOW + 2, seed=5)
+    assert_logits(feed(model, cache, after), models.full_logits(model, torch.cat([kept, after], dim=1))[:, 11:])
+    assert int(cache.get_seq_length()) == 11 + WINDOW + 2
+    cache.reset()
+    assert_logits(feed(model, cache, after), models.full_logits(model, after))
 
 
 def test_an_empty_cache_has_nothing_to_reject() -> None:

@@ -85,6 +85,7 @@ def test_defaults_are_valid_and_exact() -> None:
         "readout": None,
         "decay_skip": 0.0,
         "impl": "auto",
+        "draft_length": "adaptive",
     }
     assert config.checkpoint_dtype == torch.float32
     with pytest.raises(dataclasses.FrozenInstanceError):

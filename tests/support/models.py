@@ -193,15 +193,19 @@ def greedy_without_cache(model: Any, ids: torch.Tensor, mask: torch.Tensor, step
 
 
 def cached_forward(model: Any, cache: ReplayCache, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """One forward of the new tokens ``ids``; ``mask`` covers everything seen so far including them. Logits."""
+    """One forward of the new tokens ``ids``; ``mask`` covers everything seen so far including them. Logits.
+
+    Where the rows differ in length, the mask covers at least the padding, and the positions are left to the patches.
+    """
     seen = int(cache.get_seq_length())
-    if mask is None:
+    is_ragged = isinstance(cache, ReplayCache) and cache.cursor.ragged
+    if mask is None and not is_ragged:
         mask = torch.ones(ids.shape[0], seen + ids.shape[1], dtype=torch.long)
     with torch.no_grad():
         return model(
             input_ids=ids,
             attention_mask=mask,
-            position_ids=positions(mask)[:, -ids.shape[1] :],
+            position_ids=None if is_ragged else positions(mask)[:, -ids.shape[1] :],
             use_cache=True,
             logits_to_keep=0,
             **{CACHE_ARGUMENT: cache},

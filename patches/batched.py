@@ -1,0 +1,149 @@
+"""Assisted generation of a batch: what transformers hands to its own loop, handed to `replay_transformers.generation`."""
+
+from typing import Any
+
+import torch
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from replay_transformers.cache import ReplayCache
+from replay_transformers.config import ReplayConfig
+from replay_transformers.generation.draft_length import DraftLength
+from replay_transformers.generation.drafters.assistant import Assistant
+from replay_transformers.generation.drafters.base import Drafter, RowModel
+from replay_transformers.generation.drafters.prompt_lookup import PromptLookup
+from replay_transformers.generation.loop import Kept, Loop
+from replay_transformers.generation.processing import check_processors
+from replay_transformers.generation.rows import Rows
+from replay_transformers.geometry import FAMILIES, text_config
+from replay_transformers.patches.row_models import AttentionRows, ReplayRows, TargetRows
+from replay_transformers.patches.versions import cache_argument, generate_cache_name
+
+__all__ = ["generate_in_rows", "refusal"]
+
+DEFAULT_NGRAM = 2  # transformers' own
+SPARE = 1  # what a cache must be able to reject more than is drafted: all that a finished row was fed
+
+
+def refusal(config: Any, synced_gpus: bool, assistant_tokenizer: Any) -> str | None:
+    """Why a call cannot be served row by row; None if it can."""
+    if config.assistant_early_exit is not None:
+        return "assistant_early_exit"
+    if getattr(config, "speculation_type", None) == "dflash":
+        return "speculation_type='dflash'"
+    if getattr(config, "use_mtp", None) and config.prompt_lookup_num_tokens is None:
+        return "use_mtp"
+    if assistant_tokenizer is not None:
+        return "an assistant with another tokenizer"
+    if config.assistant_ensemble_weight is not None if hasattr(config, "assistant_ensemble_weight") else False:
+        return "assistant_ensemble_weight"
+    if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
+        return "output_attentions or output_hidden_states"
+    return "synced_gpus" if synced_gpus else None
+
+
+def generate_in_rows(
+    model: Any,
+    input_ids: torch.Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    config: Any,
+    streamer: Any,
+    assistant_model: Any,
+    drafts: int,
+    model_kwargs: dict[str, Any],
+) -> Any:
+    """Assisted generation, each row with as many tokens per round as it accepts.
+
+    Args:
+        model: the target. input_ids: prompts, int64 ``[B, S]``.
+        logits_processor, stopping_criteria, config, streamer, assistant_model, model_kwargs: as transformers has them.
+        drafts: the longest draft.
+
+    Returns:
+        what `generate` returns.
+    """
+    check_processors(logits_processor)
+    cache = cache_argument(model_kwargs)
+    assert isinstance(cache, ReplayCache)
+    is_kept = config.return_dict_in_generate
+    rows = Rows(input_ids, model_kwargs.get("attention_mask"), _pad(config))
+    target = _target(model, input_ids, cache, config, model_kwargs)
+    drafter = _drafter(config, assistant_model, logits_processor, drafts)
+    levels = sorted({0, min(drafts, 4), drafts}) if target.is_fixed else None
+    loop = Loop(
+        target=target,
+        drafter=drafter,
+        length=DraftLength(drafts, cache.replay_config.draft_length, levels),
+        processors=logits_processor,
+        criteria=stopping_criteria,
+        do_sample=config.do_sample,
+        max_length=config.max_length,
+        scores=Kept() if is_kept and config.output_scores else None,
+        logits=Kept() if is_kept and config.output_logits else None,
+        put=None if streamer is None else streamer.put,
+        shown=rows.prompt,
+    )
+    recording = cache.cursor.recording
+    with model._optimize_model_for_decode():
+        loop.run(rows)
+    sequences = rows.finished()
+    if is_kept or getattr(cache, "_is_user_defined", True):
+        _even_out(target, rows, sequences)
+    cache.cursor.recording = recording
+    if streamer is not None:
+        streamer.end()
+    if not is_kept:
+        return sequences
+    return GenerateDecoderOnlyOutput(
+        sequences=sequences,
+        scores=None if loop.scores is None else loop.scores.by_token(),
+        logits=None if loop.logits is None else loop.logits.by_token(),
+        **{generate_cache_name(): cache},
+    )
+
+
+def _pad(config: Any) -> int:
+    pad = getattr(config, "_pad_token_tensor", None)
+    return 0 if pad is None else int(pad)
+
+
+def _target(model: Any, input_ids: torch.Tensor, cache: ReplayCache, config: Any, arguments: dict[str, Any]) -> Any:
+    compiled = model._valid_auto_compile_criteria(arguments, config)
+    call = model.get_compiled_call(config.compile_config) if compiled else model.__call__
+    others = {name: value for name, value in arguments.items() if value is not cache and name != "use_cache"}
+    mask = arguments.get("attention_mask")
+    return TargetRows(model, cache, call, others, lambda: model._prefill(input_ids, config, arguments), mask)
+
+
+def _drafter(config: Any, assistant: Any, processors: Any, drafts: int) -> Drafter:
+    if config.prompt_lookup_num_tokens is not None:
+        return PromptLookup(drafts, config.max_matching_ngram_size or DEFAULT_NGRAM)
+    return Assistant(_assistant_rows(assistant, drafts), drafts, processors, config.do_sample)
+
+
+def _assistant_rows(assistant: Any, drafts: int) -> RowModel:
+    if text_config(assistant.config).model_type not in FAMILIES:
+        return AttentionRows(assistant)
+    config = ReplayConfig(max_draft=max(ReplayConfig().max_draft, drafts + 2))
+    return ReplayRows(assistant, ReplayCache(assistant.config, config), assistant.__call__, {})
+
+
+def _even_out(target: ReplayRows, rows: Rows, sequences: torch.Tensor) -> None:
+    """Feed every row what the longest has and it has not, padding, and make the cache one of a single length again.
+
+    It then holds what plain generation would have left in it.
+    """
+    cache, last = target.cache, sequences.shape[1] - 1
+    more = target.cache.row_lengths() - (rows.lengths - 1)  # what was in the cache beyond the rows
+    seen = (rows.lengths - 1).tolist()
+    most = cache.replay_config.max_draft
+    while min(seen) < last:
+        count = min(last - min(seen), most)
+        begin = torch.tensor(seen, device=sequences.device)
+        places = begin[:, None] + torch.arange(count, device=sequences.device)
+        target.forward(sequences.gather(1, places.clamp(max=last)))
+        taken = [min(last - length, count) for length in seen]
+        seen = [length + new for length, new in zip(seen, taken, strict=True)]
+        rejected = count - torch.tensor(taken, device=sequences.device)
+        cache.reject_rows(rejected, max(seen) + int(more.max()))
+    cache.join_rows()

@@ -1,0 +1,185 @@
+"""Assisted generation for a batch whose rows accept different numbers of drafted tokens.
+
+Every round is one forward of the target over each row's last token and its draft. What is rejected is forgotten by
+moving the row's pointer in the cache. A finished row takes part with padding, all of which is forgotten.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
+
+from replay_transformers.generation.acceptance import Accepted, Draft, accept_by_probability, accept_equal
+from replay_transformers.generation.draft_length import DraftLength
+from replay_transformers.generation.drafters.base import Drafter, RowModel, no_draft
+from replay_transformers.generation.processing import process, stops
+from replay_transformers.generation.rows import Rows
+
+__all__ = ["Kept", "Loop", "Target"]
+
+
+class Target(RowModel, Protocol):
+    """The model that decides.
+
+    Attributes:
+        states: ``[B, T, hidden]``, last hidden states of the latest forward, if they are asked for.
+        is_fixed: forwards of another length cost a compilation.
+    """
+
+    states: torch.Tensor | None
+    is_fixed: bool
+
+
+@dataclass
+class Kept:
+    """Scores or logits of the generated tokens, collected round by round."""
+
+    parts: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def add(self, values: torch.Tensor, counts: torch.Tensor) -> None:
+        """Keep the first ``counts`` (int64 ``[B]``) of the values ``[B, T, vocabulary]`` of each row."""
+        self.parts.append((values, counts))
+
+    def by_token(self) -> tuple[torch.Tensor, ...]:
+        """One tensor ``[B, vocabulary]`` per generated token; zeros for rows that were finished."""
+        values = torch.cat([values for values, _ in self.parts], dim=1)
+        kept = torch.cat([torch.arange(v.shape[1], device=c.device) < c[:, None] for v, c in self.parts], dim=1)
+        longest = int(kept.sum(1).max())
+        # the kept ones of a row first, in their order
+        order = kept.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :longest]
+        is_there = kept.gather(1, order)
+        picked = values.gather(1, order[..., None].expand(-1, -1, values.shape[2]))
+        return tuple(picked.masked_fill(~is_there[..., None], 0.0).unbind(1))
+
+
+@dataclass
+class Loop:
+    """One call.
+
+    Args:
+        target: the model that decides.
+        drafter: what proposes.
+        length: how long drafts are.
+        processors, criteria: of transformers.
+        do_sample: draw tokens instead of taking the likeliest.
+        max_length: tokens of a finished sequence, prompt included.
+        scores, logits: where to collect them, if they are asked for.
+        put: called with int64 ``[B, n]`` host tensors of tokens that all rows have (finished ones: padding).
+        shown: tokens of a row that it has been called with, or that need not be.
+        clock: seconds.
+    """
+
+    target: Target
+    drafter: Drafter
+    length: DraftLength
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    do_sample: bool
+    max_length: int
+    scores: Kept | None = None
+    logits: Kept | None = None
+    put: Callable[[torch.Tensor], None] | None = None
+    shown: int = 0
+    clock: Callable[[], float] = time.perf_counter
+
+    def run(self, rows: Rows) -> None:
+        """Generate until every row is finished; the rows are **mutated**."""
+        states = self._first(rows)
+        if any(rows.host_active):
+            self.drafter.start(rows, states)
+        del states
+        self._rounds(rows)
+        if not self._has_end:
+            # as in plain generation: without an end-of-sequence token rows go on until the last one is finished
+            self.max_length, self.criteria = rows.longest, StoppingCriteriaList([MaxLengthCriteria(rows.longest)])
+            rows.active = rows.lengths < rows.longest
+            rows.read()
+            self._rounds(rows)
+
+    @property
+    def _has_end(self) -> bool:
+        """Whether finished rows are filled up with padding."""
+        return any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
+
+    def _first(self, rows: Rows) -> torch.Tensor | None:
+        """The first token, from the target's forward over the prompts; that forward's states, if the drafter asks."""
+        logits = self.target.prefill(rows)[:, None]
+        self._take(rows, no_draft(rows), logits)
+        rows.read()
+        self._show(rows)
+        return self.target.states if self.drafter.reads_states else None
+
+    def _rounds(self, rows: Rows) -> None:
+        while any(rows.host_active):
+            started, before = self.clock(), sum(rows.host_active)
+            draft = self._draft(rows)
+            drafted, active = draft.tokens.shape[1], rows.active
+            logits = self.target.forward(torch.cat([rows.last(), draft.tokens], dim=1))
+            accepted, added = self._take(rows, draft, logits)
+            facts = (draft.counts > 0, accepted.drafts, accepted.drafts < draft.counts)
+            proposing, drafts, rejected = rows.read(*(active * fact.to(torch.int64) for fact in facts))
+            self.target.reject(drafted + 1 - added, rows.longest - 1)
+            self.drafter.verified(rows, drafted, added, self.target.states if self.drafter.reads_states else None)
+            self._show(rows)
+            seconds = self.clock() - started
+            self.length.observe(drafted, before, sum(proposing), sum(drafts), sum(rejected), seconds)
+
+    def _draft(self, rows: Rows) -> Draft:
+        """What is proposed in this round, no more than fits behind the rows."""
+        left = (
+            self.max_length
+            - 1
+            - min(length for length, active in zip(rows.host_lengths, rows.host_active, strict=True) if active)
+        )
+        length = min(self.length.choose(), self.drafter.most)
+        if not self.target.is_fixed:
+            length = min(length, left)
+        if length < 1 or left < 1:
+            return no_draft(rows)
+        draft = self.drafter.draft(rows, length)
+        draft.counts = draft.counts.minimum(self.max_length - 1 - rows.lengths).clamp(min=0) * rows.active
+        return draft
+
+    def _take(self, rows: Rows, draft: Draft, logits: torch.Tensor) -> tuple[Accepted, torch.Tensor]:
+        """Choose tokens by the logits ``[B, K + 1, vocabulary]`` behind the draft, and let the rows grow by them.
+
+        Returns:
+            what is accepted; int64 ``[B]``, by how many tokens each row has grown.
+        """
+        if self.processors or self.do_sample or self.scores is not None or self.logits is not None:
+            logits = logits.float()
+        scores = process(self.processors, rows, draft.tokens, logits)
+        if not self.do_sample:
+            accepted = accept_equal(draft, scores.argmax(-1))
+        else:
+            probabilities = scores.softmax(-1)
+            if draft.probabilities is not None:
+                accepted = accept_by_probability(draft, probabilities)
+            else:
+                accepted = accept_equal(draft, torch.multinomial(probabilities.flatten(0, 1), 1).view(scores.shape[:2]))
+        added, ended = stops(self.criteria, rows, accepted.tokens, accepted.drafts + 1)
+        added = added * rows.active
+        rows.append(accepted.tokens, added)
+        rows.active = rows.active & ~ended
+        for kept, values in ((self.scores, scores), (self.logits, logits)):
+            if kept is not None:
+                kept.add(values, added)
+        return accepted, added
+
+    def _show(self, rows: Rows) -> None:
+        """Pass on the tokens that every row has by now."""
+        if self.put is None:
+            return
+        going_on = [
+            length
+            for length, active in zip(rows.host_lengths, rows.host_active, strict=True)
+            if active or not self._has_end
+        ]
+        ready = min(going_on, default=rows.longest)
+        if ready > self.shown:
+            self.put(rows.finished()[:, self.shown : ready].cpu())
+            self.shown = ready
