@@ -20,9 +20,9 @@ from replay_transformers.patches.drafts import (
     drafted_tokens,
     keep_assistant_apart,
     limit_drafts,
-    mtp_named_as_transformers_does,
+    uses_mtp,
 )
-from replay_transformers.patches.generate import GenerateSettings
+from replay_transformers.patches.generate import GenerateSettings, borrow
 from replay_transformers.patches.versions import cache_argument
 
 __all__ = ["stateful_class", "wrap_speculative_sampling", "wrappers"]
@@ -58,9 +58,16 @@ def _validate_mode(original: Callable[..., Any], settings: GenerateSettings, fam
         assistant = mode_kwargs.get("assistant_model")
         if isinstance(self, families) and generation_mode == ASSISTED:
             check_drafter(self, generation_config)
-        result = original(self, generation_mode, generation_config, mode_kwargs, *args)
+        repeats = generation_config.num_return_sequences
+        if isinstance(self, families) and generation_mode == ASSISTED:
+            generation_config.num_return_sequences = 1  # more are a batch, which transformers' own loop cannot take
+        try:
+            result = original(self, generation_mode, generation_config, mode_kwargs, *args)
+        finally:
+            generation_config.num_return_sequences = repeats
         if isinstance(self, families) or isinstance(assistant, families):
-            settings.call().drafts = drafted_tokens(self, generation_config, assistant)
+            call = settings.call()
+            call.drafts = drafted_tokens(self, generation_config, assistant, call.asked)
         return result
 
     return validate
@@ -78,19 +85,33 @@ def _assisted_decoding(original: Callable[..., Any], settings: GenerateSettings,
                 f"assisted generation with {type(self).__name__} needs a cache that can roll a recurrent state back: "
                 f'pass cache_implementation="replay" or "replay_static", or a ReplayCache, got {got}'
             )
-        if input_ids.shape[0] > 1:
+        given = inspect.signature(original).bind(self, input_ids, *args, **kwargs).arguments
+        reason = refusal(config, given.get("synced_gpus", False), given.get("assistant_tokenizer"))
+        if reason is None and call.drafts is not None:
             names = ("logits_processor", "stopping_criteria", "streamer", "assistant_model")
-            given = inspect.signature(original).bind(self, input_ids, *args, **kwargs).arguments
-            reason = refusal(config, given.get("synced_gpus", False), given.get("assistant_tokenizer"))
-            if reason is not None:
-                raise NotImplementedError(
-                    f"{reason} takes one prompt at a time in assisted generation, got a batch of {input_ids.shape[0]}"
-                )
-            logits_processor, stopping_criteria, streamer, assistant = (given.get(name) for name in names)
+            processors, criteria, streamer, assistant = (given.get(name) for name in names)
+            lend = functools.partial(borrow, assistant, settings, call, rows=input_ids.shape[0])
+            is_lent = any(lent is cache for _, _, lent in call.borrowed)
+            keep = config.return_dict_in_generate or not is_lent
             return generate_in_rows(
-                self, input_ids, logits_processor, stopping_criteria, config, streamer, assistant, call.drafts,
+                self,
+                input_ids,
+                processors,
+                criteria,
+                config,
+                streamer,
+                assistant,
+                lend,
+                call.drafts,
+                keep,
                 given["model_kwargs"],
-            )  # fmt: skip
+            )
+        if input_ids.shape[0] > 1:
+            raise NotImplementedError(
+                f"{reason} takes one prompt at a time in assisted generation, got a batch of {input_ids.shape[0]}"
+            )
+        if uses_mtp(config):
+            raise NotImplementedError(f"{reason} is not supported with use_mtp")
         call.seen = _tokens_seen(cache, input_ids, config, kwargs.get("attention_mask"))
         max_draft = cache.replay_config.max_draft
         call.limits = DraftLimits(max_draft, config.max_length, kwargs["stopping_criteria"], config.do_sample)
@@ -135,11 +156,7 @@ def _candidate_generator(original: Callable[..., Any], settings: GenerateSetting
     @functools.wraps(original)
     def candidate_generator(self: Any, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
         call, is_ours = settings.call(), isinstance(self, families)
-        if not is_ours:
-            generator = original(self, generation_config, *args, **kwargs)
-        else:
-            with mtp_named_as_transformers_does(self, generation_config):
-                generator = original(self, generation_config, *args, **kwargs)
+        generator = original(self, generation_config, *args, **kwargs)
         assistant = getattr(generator, "assistant_model", None)
         if is_ours or isinstance(assistant, families):
             limit_drafts(generator, call.limits if is_ours else None, call.most or call.drafts)

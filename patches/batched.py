@@ -1,5 +1,6 @@
-"""Assisted generation of a batch: what transformers hands to its own loop, handed to `replay_transformers.generation`."""
+"""Assisted generation row by row: what transformers hands to its own loop, handed to ours."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,18 +11,21 @@ from replay_transformers.config import ReplayConfig
 from replay_transformers.generation.draft_length import DraftLength
 from replay_transformers.generation.drafters.assistant import Assistant
 from replay_transformers.generation.drafters.base import Drafter, RowModel
+from replay_transformers.generation.drafters.mtp import MultiTokenPrediction
 from replay_transformers.generation.drafters.prompt_lookup import PromptLookup
 from replay_transformers.generation.loop import Kept, Loop
 from replay_transformers.generation.processing import check_processors
 from replay_transformers.generation.rows import Rows
 from replay_transformers.geometry import FAMILIES, text_config
-from replay_transformers.patches.row_models import AttentionRows, ReplayRows, TargetRows
+from replay_transformers.patches.drafts import uses_mtp
+from replay_transformers.patches.mtp import head_of
+from replay_transformers.patches.row_models import AttentionRows, ReplayRows, TargetRows, first_of
 from replay_transformers.patches.versions import cache_argument, generate_cache_name
 
 __all__ = ["generate_in_rows", "refusal"]
 
 DEFAULT_NGRAM = 2  # transformers' own
-SPARE = 1  # what a cache must be able to reject more than is drafted: all that a finished row was fed
+LAST_STATES = -1  # of all hidden states, those of the last layer; since transformers 5.23
 
 
 def refusal(config: Any, synced_gpus: bool, assistant_tokenizer: Any) -> str | None:
@@ -30,8 +34,6 @@ def refusal(config: Any, synced_gpus: bool, assistant_tokenizer: Any) -> str | N
         return "assistant_early_exit"
     if getattr(config, "speculation_type", None) == "dflash":
         return "speculation_type='dflash'"
-    if getattr(config, "use_mtp", None) and config.prompt_lookup_num_tokens is None:
-        return "use_mtp"
     if assistant_tokenizer is not None:
         return "an assistant with another tokenizer"
     if config.assistant_ensemble_weight is not None if hasattr(config, "assistant_ensemble_weight") else False:
@@ -49,7 +51,9 @@ def generate_in_rows(
     config: Any,
     streamer: Any,
     assistant_model: Any,
+    lend: Callable[[ReplayConfig], ReplayCache],
     drafts: int,
+    keep: bool,
     model_kwargs: dict[str, Any],
 ) -> Any:
     """Assisted generation, each row with as many tokens per round as it accepts.
@@ -57,7 +61,9 @@ def generate_in_rows(
     Args:
         model: the target. input_ids: prompts, int64 ``[B, S]``.
         logits_processor, stopping_criteria, config, streamer, assistant_model, model_kwargs: as transformers has them.
+        lend: gives the assistant a cache.
         drafts: the longest draft.
+        keep: somebody may use the cache afterwards.
 
     Returns:
         what `generate` returns.
@@ -65,10 +71,16 @@ def generate_in_rows(
     check_processors(logits_processor)
     cache = cache_argument(model_kwargs)
     assert isinstance(cache, ReplayCache)
-    is_kept = config.return_dict_in_generate
+    _check_new_tokens(cache, input_ids, config, model_kwargs.get("attention_mask"))
+    if assistant_model is not None and assistant_model.device != model.device:
+        raise ValueError(
+            f"the assistant is on {assistant_model.device} and the model on {model.device}: move one of them"
+        )
     rows = Rows(input_ids, model_kwargs.get("attention_mask"), _pad(config))
+    drafter = _drafter(model, config, assistant_model, lend, logits_processor, drafts, model_kwargs)
+    if drafter.reads_states:
+        model_kwargs = model_kwargs | {"output_hidden_states": LAST_STATES}
     target = _target(model, input_ids, cache, config, model_kwargs)
-    drafter = _drafter(config, assistant_model, logits_processor, drafts)
     levels = sorted({0, min(drafts, 4), drafts}) if target.is_fixed else None
     loop = Loop(
         target=target,
@@ -78,8 +90,8 @@ def generate_in_rows(
         criteria=stopping_criteria,
         do_sample=config.do_sample,
         max_length=config.max_length,
-        scores=Kept() if is_kept and config.output_scores else None,
-        logits=Kept() if is_kept and config.output_logits else None,
+        scores=Kept() if config.return_dict_in_generate and config.output_scores else None,
+        logits=Kept() if config.return_dict_in_generate and config.output_logits else None,
         put=None if streamer is None else streamer.put,
         shown=rows.prompt,
     )
@@ -87,19 +99,30 @@ def generate_in_rows(
     with model._optimize_model_for_decode():
         loop.run(rows)
     sequences = rows.finished()
-    if is_kept or getattr(cache, "_is_user_defined", True):
+    if keep:
         _even_out(target, rows, sequences)
     cache.cursor.recording = recording
     if streamer is not None:
         streamer.end()
-    if not is_kept:
+    if not config.return_dict_in_generate:
         return sequences
-    return GenerateDecoderOnlyOutput(
-        sequences=sequences,
-        scores=None if loop.scores is None else loop.scores.by_token(),
-        logits=None if loop.logits is None else loop.logits.by_token(),
-        **{generate_cache_name(): cache},
-    )
+    result: dict[str, Any] = {
+        "sequences": sequences,
+        "scores": None if loop.scores is None else loop.scores.by_token(),
+        "logits": None if loop.logits is None else loop.logits.by_token(),
+        generate_cache_name(): cache,
+    }
+    return GenerateDecoderOnlyOutput(**result)
+
+
+def _check_new_tokens(cache: ReplayCache, input_ids: torch.Tensor, config: Any, mask: torch.Tensor | None) -> None:
+    seen, length = int(cache.get_seq_length()), input_ids.shape[1]
+    masked = getattr(config, "_mask_length", length) if mask is None else mask.shape[1]
+    if seen and (length <= seen if masked == length else masked != seen + length):
+        raise ValueError(
+            f"the cache holds {seen} tokens, the prompt has {length} and its mask {masked}: continue a cache with the "
+            "whole sequence, at least one token longer, or with new tokens and a mask for all of them"
+        )
 
 
 def _pad(config: Any) -> int:
@@ -115,17 +138,29 @@ def _target(model: Any, input_ids: torch.Tensor, cache: ReplayCache, config: Any
     return TargetRows(model, cache, call, others, lambda: model._prefill(input_ids, config, arguments), mask)
 
 
-def _drafter(config: Any, assistant: Any, processors: Any, drafts: int) -> Drafter:
+def _drafter(
+    model: Any,
+    config: Any,
+    assistant: Any,
+    lend: Callable[[ReplayConfig], ReplayCache],
+    processors: Any,
+    drafts: int,
+    arguments: dict[str, Any],
+) -> Drafter:
     if config.prompt_lookup_num_tokens is not None:
         return PromptLookup(drafts, config.max_matching_ngram_size or DEFAULT_NGRAM)
-    return Assistant(_assistant_rows(assistant, drafts), drafts, processors, config.do_sample)
+    if uses_mtp(config):
+        return MultiTokenPrediction(head_of(model), drafts, processors, config.do_sample)
+    return Assistant(_assistant_rows(assistant, lend, drafts, arguments), drafts, processors, config.do_sample)
 
 
-def _assistant_rows(assistant: Any, drafts: int) -> RowModel:
+def _assistant_rows(
+    assistant: Any, lend: Callable[[ReplayConfig], ReplayCache], drafts: int, arguments: dict[str, Any]
+) -> RowModel:
     if text_config(assistant.config).model_type not in FAMILIES:
         return AttentionRows(assistant)
-    config = ReplayConfig(max_draft=max(ReplayConfig().max_draft, drafts + 2))
-    return ReplayRows(assistant, ReplayCache(assistant.config, config), assistant.__call__, {})
+    cache = lend(ReplayConfig(max_draft=max(ReplayConfig().max_draft, drafts + Assistant.spare)))
+    return ReplayRows(assistant, cache, assistant.__call__, first_of(assistant, arguments))
 
 
 def _even_out(target: ReplayRows, rows: Rows, sequences: torch.Tensor) -> None:

@@ -14,6 +14,7 @@ from packaging.version import Version
 
 from replay_transformers.cache import ReplayCache
 from replay_transformers.geometry import text_config
+from replay_transformers.patches.mtp import HEADS, LAYER_NAMES, mtp_layers
 from replay_transformers.patches.versions import cache_argument
 
 __all__ = [
@@ -23,37 +24,43 @@ __all__ = [
     "keep_assistant_apart",
     "limit_drafts",
     "mtp_named_as_transformers_does",
+    "uses_mtp",
 ]
 
 DEFAULT_ASSISTANT_TOKENS = 20  # transformers' own, for an assistant that does not say
 FIRST_WITH_MTP = Version("5.23.0")
-MTP_FAMILIES = ("qwen3_5_text",)
+DEFAULT_MTP_TOKENS = 3
 NO_EARLY_EXIT = ("nemotron_h",)  # transformers always runs all of its layers
 
 _config_lock = Lock()
 
 
-def drafted_tokens(model: Any, generation_config: Any, assistant_model: Any) -> int | None:
-    """How many tokens the drafter of a `generate` call proposes at most in one round; None without a drafter."""
+def drafted_tokens(model: Any, generation_config: Any, assistant_model: Any, asked: int | None) -> int | None:
+    """How many tokens the drafter of a `generate` call proposes at most in one round; None without a drafter.
+
+    Args:
+        asked: num_assistant_tokens of the call, or of its target's generation configuration.
+    """
     if generation_config.assistant_early_exit is not None:
         return _assistant_tokens(model)
     if generation_config.prompt_lookup_num_tokens is not None:
         return int(generation_config.prompt_lookup_num_tokens)
-    if getattr(generation_config, "use_mtp", None):
-        return _mtp_layers(text_config(model.config)) or 1
+    if uses_mtp(generation_config):
+        return DEFAULT_MTP_TOKENS if asked is None else int(asked)
     if assistant_model is not None:
         return _assistant_tokens(assistant_model)
     return None
 
 
+def uses_mtp(generation_config: Any) -> bool:
+    """Whether the model's own MTP head drafts: of two drafters that a call names, transformers takes the other one."""
+    others = (generation_config.assistant_early_exit, generation_config.prompt_lookup_num_tokens)
+    return bool(getattr(generation_config, "use_mtp", None)) and others == (None, None)
+
+
 def _assistant_tokens(assistant: Any) -> int:
     tokens = assistant.generation_config.num_assistant_tokens
     return DEFAULT_ASSISTANT_TOKENS if tokens is None else int(tokens)
-
-
-def _mtp_layers(config: Any) -> int | None:
-    """MTP layers of a text configuration; released checkpoints have a name for it that transformers does not read."""
-    return getattr(config, "num_mtp_layers", None) or getattr(config, "mtp_num_hidden_layers", None)
 
 
 def check_drafter(model: Any, generation_config: Any) -> None:
@@ -74,37 +81,34 @@ def check_drafter(model: Any, generation_config: Any) -> None:
                 f"assistant_early_exit must be an int from 1 to {len(config.layer_types) - 1}, one layer less than the "
                 f"model has, got {exit_layer!r}"
             )
-    elif generation_config.prompt_lookup_num_tokens is None and getattr(generation_config, "use_mtp", None):
+    elif uses_mtp(generation_config):
         if Version(transformers.__version__) < FIRST_WITH_MTP:
             raise NotImplementedError(
                 f"use_mtp needs transformers {FIRST_WITH_MTP} or newer for {type(model).__name__}, found "
                 f"{transformers.__version__}"
             )
-        if config.model_type not in MTP_FAMILIES:
+        if config.model_type not in HEADS:
             raise NotImplementedError(
-                f"use_mtp is not supported for {type(model).__name__} yet; it is for model types {list(MTP_FAMILIES)}"
+                f"use_mtp is not supported for {type(model).__name__} yet; it is for model types {list(HEADS)}"
             )
-        if _mtp_layers(config) != 1:
+        if mtp_layers(config) != 1:
             raise ValueError(
-                f"use_mtp needs a model with one MTP layer (mtp_num_hidden_layers=1 in its configuration), got "
-                f"{_mtp_layers(config)}"
+                f"use_mtp needs a model with one MTP layer (one of {list(LAYER_NAMES)} is 1 in its configuration), got "
+                f"{mtp_layers(config)}"
             )
     elif getattr(generation_config, "speculation_type", None) == "dflash":
         raise NotImplementedError("speculation_type='dflash' is not supported with a replay cache yet")
 
 
 @contextmanager
-def mtp_named_as_transformers_does(model: Any, generation_config: Any) -> Iterator[None]:
+def mtp_named_as_transformers_does(model: Any) -> Iterator[None]:
     """While the MTP drafter is built, the model's configuration names its MTP layers as transformers looks for them.
 
     For that long only: what is in a configuration is saved with the model.
     """
     config = text_config(model.config)
-    if not getattr(generation_config, "use_mtp", None) or config.model_type not in MTP_FAMILIES:
-        yield
-        return
     with _config_lock:
-        names = {"num_mtp_layers": _mtp_layers(config), "mtp_layer_types": ["full_attention"]}
+        names = {"num_mtp_layers": mtp_layers(config), "mtp_layer_types": ["full_attention"]}
         missing = {name: value for name, value in names.items() if getattr(config, name, None) is None}
         held = {name: vars(config)[name] for name in missing if name in vars(config)}
         try:
@@ -185,7 +189,7 @@ def limit_drafts(generator: Any, limits: DraftLimits | None, drafts: int | None)
         if limits is not None and min(limits.max_draft, limits.max_length - input_ids.shape[1] - 1) < 1:
             return input_ids, None
         with _layers_kept(self):
-            candidates, logits = cls.get_candidates(self, input_ids, **_resumed(self, input_ids, kwargs))
+            candidates, logits = cls.get_candidates(self, input_ids, **kwargs)
         return (candidates, logits) if limits is None else limits.cut(input_ids, candidates, logits)
 
     generator.get_candidates = get_candidates
@@ -204,22 +208,6 @@ def _layers_kept(generator: Any) -> Iterator[None]:
         yield
     finally:
         config.num_hidden_layers = layers
-
-
-def _resumed(generator: Any, input_ids: torch.Tensor, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Arguments for an MTP drafter whose target's first forward saw only what was not in its cache before.
-
-    The drafter expects the hidden states of the whole prompt then; told that the forward was a later round's, it takes
-    those that there are.
-    """
-    outputs = arguments.get("model_outputs")
-    if outputs is None or not getattr(generator, "is_main_model_prefill", False) or not hasattr(generator, "mtp_cache"):
-        return arguments
-    states = outputs.hidden_states[-1].shape[1]
-    if states >= input_ids.shape[1] - 1:
-        return arguments
-    generator.is_main_model_prefill = False
-    return arguments | {"n_last_matches": states - 1}
 
 
 def keep_assistant_apart(generator: Any, input_ids: torch.Tensor) -> None:

@@ -23,6 +23,7 @@ __all__ = [
     "STATIC_NAME",
     "GenerateSettings",
     "RunningCall",
+    "borrow",
     "wrap_generate",
     "wrap_prepare_cache",
 ]
@@ -37,6 +38,7 @@ class RunningCall:
 
     Args:
         borrowed: the caches lent to it: ``(model, key, cache)``.
+        asked: num_assistant_tokens, if the call or the model's generation configuration has it.
         drafts: how many tokens its drafter proposes at most in one round; None without a drafter.
         most: how many tokens of a draft its cache can reject.
         limits: what drafts are cut to, once assisted decoding has begun (`patches/drafts.py`).
@@ -44,6 +46,7 @@ class RunningCall:
     """
 
     borrowed: list[tuple[Any, Hashable, ReplayCache]] = field(default_factory=list)
+    asked: int | None = None
     drafts: int | None = None
     most: int = 0
     limits: Any = None
@@ -78,7 +81,7 @@ def wrap_generate(original: Callable[..., Any], settings: GenerateSettings) -> C
     @functools.wraps(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         stack = settings.calls.__dict__.setdefault("stack", [])
-        call = RunningCall()
+        call = RunningCall(asked=_asked_tokens(self, args, kwargs))
         borrowed = call.borrowed
         stack.append(call)
         try:
@@ -97,6 +100,14 @@ def wrap_generate(original: Callable[..., Any], settings: GenerateSettings) -> C
         return result
 
     return generate
+
+
+def _asked_tokens(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """num_assistant_tokens, before transformers fills it in with a default of its own."""
+    given = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+    configs = [given, model.generation_config]
+    values = [kwargs.get("num_assistant_tokens"), *(getattr(c, "num_assistant_tokens", None) for c in configs)]
+    return next((value for value in values if value is not None), None)
 
 
 def wrap_prepare_cache(original: Callable[..., Any], settings: GenerateSettings) -> Callable[..., Any]:
@@ -175,6 +186,18 @@ def _borrow(
     replay_config = ReplayConfig.from_dict(generation_config.cache_config)
     if call.drafts is not None and call.drafts + _spare(rows) > replay_config.max_draft:
         replay_config = dataclasses.replace(replay_config, max_draft=call.drafts + _spare(rows))
+    return borrow(model, settings, call, replay_config, rows, max_cache_len)
+
+
+def borrow(
+    model: Any,
+    settings: GenerateSettings,
+    call: RunningCall,
+    replay_config: ReplayConfig,
+    rows: int,
+    max_cache_len: int | None = None,
+) -> ReplayCache:
+    """A cache for a model of a supported family, empty, from the pool or new; lent until the call is over."""
     layers = text_config(model.config).num_hidden_layers  # fewer in an early exit
     key = (rows, replay_config, max_cache_len, model.dtype, model.device, layers)
     cache = settings.pool.take(model, key)

@@ -1,23 +1,35 @@
-"""Models of transformers as the batched loop sees them: forwards whose rows have taken in different numbers of tokens."""
+"""Models of transformers as the batched loop sees them: rows have taken in different numbers of tokens."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache
+from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 from replay_transformers.cache import ReplayCache
+from replay_transformers.generation.row_cache import RowCache
 from replay_transformers.generation.rows import Rows
+from replay_transformers.geometry import text_config
 from replay_transformers.patches.versions import generate_cache_name
 
-__all__ = ["AttentionRows", "ReplayRows", "TargetRows"]
+__all__ = ["AttentionRows", "ReplayRows", "TargetRows", "first_of"]
 
 # what a prompt's forward takes and later ones do not, or what is given anew
+IMAGES = (
+    *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL, "mm_encoder_outputs", "mm_token_type_ids", "image_grid_thw",
+    "video_grid_thw", "second_per_grid_ts",
+)  # fmt: skip
 ONLY_FIRST = (
-    "attention_mask", "position_ids", "cache_position", "token_type_ids", "mm_token_type_ids", "inputs_embeds",
-    "pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "second_per_grid_ts", "logits_to_keep",
+    *IMAGES, "attention_mask", "position_ids", "cache_position", "token_type_ids", "inputs_embeds", "logits_to_keep",
     "next_sequence_length", "is_first_iteration",
 )  # fmt: skip
+
+
+def first_of(assistant: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What the target's prompt consists of besides tokens and an assistant takes as well: images."""
+    names = set(inspect.signature(assistant.forward).parameters) & set(IMAGES)
+    return {name: arguments[name] for name in names if arguments.get(name) is not None}
 
 
 def positions(mask: torch.Tensor) -> torch.Tensor:
@@ -32,11 +44,20 @@ class ReplayRows:
         model: the model, whose decoder is patched.
         cache: its cache, empty or not.
         call: runs a forward; `model` itself or a compiled one.
-        arguments: what every forward gets besides.
+        first: what the forward over the prompts gets besides (images).
+        arguments: what the others get.
     """
 
-    def __init__(self, model: Any, cache: ReplayCache, call: Callable[..., Any], arguments: dict[str, Any]) -> None:
-        self.model, self.cache, self.call, self.arguments = model, cache, call, arguments
+    def __init__(
+        self,
+        model: Any,
+        cache: ReplayCache,
+        call: Callable[..., Any],
+        first: dict[str, Any] | None = None,
+        arguments: dict[str, Any] | None = None,
+    ) -> None:
+        self.model, self.cache, self.call = model, cache, call
+        self.first, self.arguments = first or {}, arguments or {}
         self.mask: torch.Tensor | None = None
         self.is_fixed = cache.is_compileable
         self.states: torch.Tensor | None = None
@@ -46,15 +67,9 @@ class ReplayRows:
         """Take in the prompts; logits ``[B, vocabulary]`` of the token behind them."""
         mask = (torch.arange(rows.prompt, device=rows.ids.device) >= rows.padding[:, None]).long()
         ids = rows.ids[:, : rows.prompt]
-        named = {generate_cache_name(): self.cache, "use_cache": True, **self.arguments}
-        output = self.model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions(mask),
-            logits_to_keep=1,
-            return_dict=True,
-            **named,
-        )
+        named = {generate_cache_name(): self.cache, "use_cache": True, "return_dict": True, **self.first}
+        places = None if self._counts_positions else positions(mask)
+        output = self.model(input_ids=ids, attention_mask=mask, position_ids=places, logits_to_keep=1, **named)
         self.begin(rows, mask)
         return output.logits[:, -1]
 
@@ -73,15 +88,18 @@ class ReplayRows:
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Take in ``[B, T]`` more tokens, uncommitted; logits ``[B, T, vocabulary]`` behind each of them."""
         inputs = {generate_cache_name(): self.cache, "use_cache": True, "return_dict": True, **self.arguments}
-        output = self.call(input_ids=tokens, attention_mask=self.mask, position_ids=self._positions(tokens), **inputs)
+        places = self._positions(tokens) if self._counts_positions else None
+        output = self.call(input_ids=tokens, attention_mask=self.mask, position_ids=places, **inputs)
         self.states = output.hidden_states[-1] if output.get("hidden_states") is not None else None
         return output.logits
 
-    def _positions(self, tokens: torch.Tensor) -> torch.Tensor | None:
-        """Where a vision-language model counts positions by itself, and by one length for all rows; else None."""
-        shifts = getattr(getattr(self.model, "model", None), "rope_deltas", 0)
-        if isinstance(shifts, int):
-            return None
+    @property
+    def _counts_positions(self) -> bool:
+        """Whether the model (a vision-language one) does it itself, and later on by one length for all rows."""
+        return hasattr(getattr(self.model, "model", None), "rope_deltas")
+
+    def _positions(self, tokens: torch.Tensor) -> torch.Tensor:
+        shifts = self.model.model.rope_deltas
         starts = self.cache.row_lengths()
         if self.mask is not None:
             starts = starts - (~self.mask).sum(1)
@@ -116,7 +134,8 @@ class TargetRows(ReplayRows):
         prefill: Callable[[], Any],
         mask: torch.Tensor | None,
     ) -> None:
-        super().__init__(model, cache, call, {k: v for k, v in arguments.items() if k not in ONLY_FIRST})
+        later = {name: value for name, value in arguments.items() if name not in ONLY_FIRST}
+        super().__init__(model, cache, call, arguments=later)
         self._prefill, self._mask = prefill, mask
 
     def prefill(self, rows: Rows) -> torch.Tensor:
@@ -129,42 +148,36 @@ class TargetRows(ReplayRows):
 
 
 class AttentionRows:
-    """A model without a recurrent state, on a `DynamicCache`: rejected keys stay, and a mask hides them."""
+    """A model without a recurrent state, on a `RowCache`.
 
-    states: None = None
+    Raises:
+        NotImplementedError: a model that has one.
+    """
 
     def __init__(self, model: Any) -> None:
-        self.model, self.cache = model, DynamicCache()
-        self.seen = torch.empty(0)
-        self.pending = 0
+        if getattr(model, "_is_stateful", False):
+            raise NotImplementedError(
+                f"{type(model).__name__} cannot draft: its recurrent state cannot be rolled back row by row"
+            )
+        self.model, self.cache = model, RowCache(text_config(model.config).num_hidden_layers)
 
     def prefill(self, rows: Rows) -> torch.Tensor:
         """Take in the prompts; logits ``[B, vocabulary]`` of the token behind them."""
-        self.seen = torch.arange(rows.prompt, device=rows.ids.device) >= rows.padding[:, None]
-        self.pending = rows.prompt
-        mask = self.seen.long()
-        return self._call(rows.ids[:, : rows.prompt], mask, positions(mask))[:, -1]
+        self.cache.begin(rows.padding)
+        places = self.cache.advance(rows.prompt)
+        mask = (torch.arange(rows.prompt, device=rows.ids.device) >= rows.padding[:, None]).long()
+        return self._call(rows.ids[:, : rows.prompt], mask, places)[:, -1]
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Take in ``[B, T]`` more tokens; logits ``[B, T, vocabulary]`` behind each of them."""
-        rows, count = tokens.shape
-        places = self.seen.sum(1, keepdim=True) + torch.arange(count, device=tokens.device)
-        causal = torch.ones(count, count, dtype=torch.bool, device=tokens.device).tril()
-        mask = torch.cat([self.seen[:, None].expand(-1, count, -1), causal.expand(rows, -1, -1)], dim=2)[:, None]
-        if self.model.config._attn_implementation != "sdpa":
-            dtype = self.model.dtype
-            mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
-        self.seen = torch.cat([self.seen, torch.ones_like(tokens, dtype=torch.bool)], dim=1)
-        self.pending += count
+        places = self.cache.advance(tokens.shape[1])
+        mask = self.cache.mask(self.model.config._attn_implementation, self.model.dtype)
         return self._call(tokens, mask, places)
 
-    def _call(self, tokens: torch.Tensor, mask: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    def _call(self, tokens: torch.Tensor, mask: torch.Tensor | None, places: torch.Tensor) -> torch.Tensor:
         named = {generate_cache_name(): self.cache, "use_cache": True, "return_dict": True}
         return self.model(input_ids=tokens, attention_mask=mask, position_ids=places, **named).logits
 
     def reject(self, rejected: torch.Tensor, longest: int | None = None) -> None:
-        """Hide the last ``rejected`` (int64 ``[B]``) tokens since the last call."""
-        recent = self.seen[:, -self.pending :]
-        back = torch.arange(self.pending, 0, -1, device=recent.device)
-        recent &= back > rejected[:, None]
-        self.pending = 0
+        """Forget the last ``rejected`` (int64 ``[B]``) tokens of each row."""
+        self.cache.reject(rejected, longest)

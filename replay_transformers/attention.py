@@ -1,7 +1,7 @@
 """The other layers of a replay cache: attention (transformers' own, made to outlive `inference_mode`), and none.
 
 Usually all rows have the same number of keys. While the cursor is ``ragged`` each row has as many as it has seen
-tokens: new ones are written behind the row's own, in buffers as wide as the longest row needs, and a mask hides the rest.
+tokens (`replay_transformers.ragged`).
 """
 
 from typing import Any
@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from replay_transformers.cursor import Cursor, select_rows
+from replay_transformers.ragged import write_behind
 
 __all__ = ["EmptyLayer", "FixedAttentionLayer", "GrowingAttentionLayer"]
 
@@ -71,14 +72,11 @@ class _InOrder:
     def _write(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Write ``[B, heads, T, head_dim]`` in place, in every row behind its own tokens."""
         assert self.keys is not None and self.values is not None
-        tokens = key_states.shape[2]
         starts = self.cursor.lengths().to(self.keys.device)
         if self.is_after_end:
-            starts = starts - tokens
-        slots = starts[:, None] + torch.arange(tokens, device=starts.device)
-        rows = torch.arange(slots.shape[0], device=starts.device)[:, None]
-        for held, new in ((self.keys, key_states), (self.values, value_states)):
-            held.transpose(1, 2)[rows, slots] = new.detach().transpose(1, 2)
+            starts = starts - key_states.shape[2]
+        write_behind(self.keys, key_states, starts)
+        write_behind(self.values, value_states, starts)
 
     @property
     def is_after_end(self) -> bool:

@@ -3,7 +3,6 @@
 import copy
 import weakref
 from itertools import zip_longest
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -14,13 +13,15 @@ from replay_transformers.config import ReplayConfig
 from replay_transformers.cursor import Cursor
 from replay_transformers.geometry import attention_shape, layer_geometries, text_config
 from replay_transformers.layers import LAYER_CLASSES, ReplayLayer
+from replay_transformers.rollback import rejected_tokens
+from replay_transformers.rows import RowsOfCache
 
 __all__ = ["ReplayCache"]
 
 ALIGNMENT = 8  # of the slots of attention: masks of other widths are copied by the attention kernels
 
 
-class ReplayCache(Cache):
+class ReplayCache(RowsOfCache, Cache):
     """A cache for hybrid state-space models: per state-space layer a checkpoint and a ring of recent inputs.
 
     A plain decode step reads the checkpoint once and writes only the token's inputs; every ``window`` steps a flush
@@ -251,16 +252,6 @@ class ReplayCache(Cache):
             return max(held, self.cursor.width(query_length)), 0
         return self.get_seq_length() + query_length, 0
 
-    def row_lengths(self) -> torch.Tensor:
-        """Tokens that each row has seen, padding and uncommitted tokens included: int64 ``[B]``, a new tensor.
-
-        Raises:
-            ValueError: nothing seen yet.
-        """
-        if self.cursor.fresh:
-            raise ValueError("the cache has not seen any tokens yet")
-        return self.cursor.lengths()
-
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Tokens the cache can hold; -1 without a limit."""
         return -1 if self.max_cache_len is None else self.max_cache_len
@@ -337,7 +328,8 @@ class ReplayCache(Cache):
                 changed then.
         """
         self._require_between_forwards("crop")
-        rejected, uniform = self._rejected(tokens_to_remove)
+        rejected, uniform = rejected_tokens(tokens_to_remove, self.batch_size)
+        rejected = rejected.to(self.cursor.base.device) if self.cursor.base is not None else rejected
         if self.cursor.fresh:
             if uniform != 0:
                 raise ValueError(f"cannot reject {rejected.tolist()} tokens: the cache has not seen any")
@@ -362,107 +354,7 @@ class ReplayCache(Cache):
         if self.cursor.ragged:
             self.cursor.longest = int(self.cursor.lengths().max())
 
-    def separate_rows(self) -> None:
-        """From now on the rows may have seen different numbers of tokens, until `join_rows` or `reset`.
-
-        Raises:
-            ValueError: nothing seen yet.
-        """
-        if self.cursor.fresh:
-            raise ValueError("the cache has not seen any tokens yet")
-        if not self.cursor.ragged:
-            self.cursor.longest = int(self.cursor.lengths().max())
-            self.cursor.ragged = True
-
-    def join_rows(self) -> None:
-        """Go back to rows of one length, in place.
-
-        Raises:
-            ValueError: the rows have seen different numbers of tokens. Nothing is changed then.
-        """
-        if not self.cursor.ragged:
-            return
-        lengths = set(self.cursor.lengths().tolist())
-        if len(lengths) > 1:
-            raise ValueError(f"the rows of this cache have seen different numbers of tokens: {sorted(lengths)}")
-        for layer in self.attention_layers:
-            layer.join(*lengths)
-        self.cursor.ragged = False
-
-    def reject_rows(self, rejected: torch.Tensor, longest: int) -> None:
-        """`crop` for a loop that knows what it does: unchecked, and without waiting for the GPU.
-
-        Args:
-            rejected: int64 ``[B]`` on the cursor's device, of each row's uncommitted tokens. The others are committed.
-            longest: tokens that the longest row has seen then, or more. The cache must be one with separate rows.
-        """
-        self.cursor.commit(rejected)
-        self.cursor.longest = longest
-
-    def _rejected(self, tokens_to_remove: int | torch.Tensor) -> tuple[torch.Tensor, int | None]:
-        """Tokens to reject as an int64 tensor on the cursor's device, and as an int if it is the same for all rows."""
-        if isinstance(tokens_to_remove, torch.Tensor):
-            if tokens_to_remove.dtype != torch.int64 or tokens_to_remove.ndim > 1:
-                raise ValueError(
-                    f"crop takes an int or an int64 tensor [B], got {tokens_to_remove.dtype} of shape "
-                    f"{tuple(tokens_to_remove.shape)}"
-                )
-            if tokens_to_remove.ndim == 1 and tokens_to_remove.shape[0] != self.batch_size:
-                raise ValueError(
-                    f"crop got {tokens_to_remove.shape[0]} values for the {max(self.batch_size, 0)} rows of the cache"
-                )
-            values = tokens_to_remove.tolist()
-            values = values if isinstance(values, list) else [values]
-        elif isinstance(tokens_to_remove, Integral) and not isinstance(tokens_to_remove, bool):
-            values = [int(tokens_to_remove)]
-        else:
-            raise ValueError(f"crop takes an int or an int64 tensor [B], got {type(tokens_to_remove).__name__}")
-        if max(values) > 0:
-            raise ValueError(
-                f"crop takes the number of tokens to remove as 0 or a negative int, got {max(values)}; to keep the "
-                "first n tokens pass n - cache.get_seq_length()"
-            )
-        uniform = -values[0] if len(set(values)) == 1 else None
-        device = self.cursor.base.device if self.cursor.base is not None else None
-        return -torch.tensor(values, dtype=torch.int64, device=device), uniform
-
     def reset(self) -> None:
         """Back to an empty sequence; buffers keep their memory, recording stops."""
         super().reset()
         self.cursor.reset()
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Replace row i by row ``beam_idx[i]`` (int64 ``[B]``), in place."""
-        self._require_between_forwards("reorder")
-        self._select_rows(beam_idx, in_place=len(beam_idx) == self.batch_size)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row ``repeats`` times, next to each other."""
-        self._require_between_forwards("repeat rows")
-        if repeats < 1:
-            raise ValueError(f"rows can be repeated 1 or more times, got {repeats}")
-        rows = torch.arange(max(self.batch_size, 0)).repeat_interleave(repeats)
-        self._select_rows(rows, in_place=False)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep only the given rows (int64 or bool ``[n]``), in the given order."""
-        self._require_between_forwards("select rows")
-        if indices.dtype == torch.bool:
-            indices = indices.nonzero().squeeze(1)
-        if not len(indices):
-            raise ValueError("cannot select no rows at all; use reset() to empty the cache")
-        self._select_rows(indices, in_place=False)
-
-    def _select_rows(self, rows: torch.Tensor, in_place: bool) -> None:
-        if self.cursor.base is None:
-            return
-        copies = {device: rows.to(device) for device in self._devices()}
-        for layer in (*self.replay_layers, *self.attention_layers):
-            held = layer.conv_ring if isinstance(layer, ReplayLayer) else layer.keys
-            if held is not None:
-                layer.select(copies[held.device], in_place)
-        self.cursor.select(rows, in_place)
-
-    def _devices(self) -> set[torch.device]:
-        held = [layer.conv_ring for layer in self.replay_layers] + [layer.keys for layer in self.attention_layers]
-        return {buffer.device for buffer in held if buffer is not None}

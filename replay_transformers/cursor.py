@@ -6,6 +6,7 @@ import torch
 
 from replay_transformers.config import ReplayConfig
 from replay_transformers.kernels.ring import rows_due
+from replay_transformers.ragged import width_for
 
 __all__ = ["WRITE_THROUGH_BYTES", "Cursor", "Position", "StepPlan", "allocate"]
 
@@ -16,12 +17,9 @@ SPREAD_ROWS = 32
 
 # Where the states of a layer (all rows) take no more than this, single tokens are written through on a GPU: the state
 # is read, updated and written as in eager decoding, and no record is kept. Two such passes over a state that fits into
-# the GPU's cache cost less than the launch that sums up the records. On an H200 the two cross at about 32 MB.
-WRITE_THROUGH_BYTES = 32 * 2**20
+# the GPU's cache cost less than the launch that sums up the records. On an H200 the two cross between 17 and 31 MB.
+WRITE_THROUGH_BYTES = 24 * 2**20
 THROUGH_DEVICE = "cuda"
-
-# Keys and values of attention layers that grow and are ragged grow by so many tokens, so that few steps copy them.
-WIDTH_STEP = 64
 
 # base, committed, pending, folds: what the layers on one device need of the cursor in one forward
 Position = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -147,7 +145,7 @@ class Cursor:
 
     def width(self, tokens: int) -> int:
         """Slots for keys and values that a ragged forward of ``tokens`` more tokens per row needs."""
-        return -(-(self.longest + tokens) // WIDTH_STEP) * WIDTH_STEP
+        return width_for(self.longest + tokens)
 
     def begin(self, batch_size: int, tokens: int, device: torch.device) -> StepPlan:
         """Plan a forward of ``tokens`` tokens for each of ``batch_size`` rows, on ``device``.

@@ -7,7 +7,7 @@ __all__ = ["MODES", "DraftLength"]
 MODES = ("adaptive", "fixed", "off")
 
 MEMORY = 0.9  # of what was seen before, at every new round
-CLEAR_GAIN = 2.0  # expected tokens per round from which on the time of a round without drafts need not be known
+CLEAR_GAIN = 2.0  # expected tokens per round with which drafts pay on any machine
 FIRST_LENGTH = 4  # of the first drafts
 FIRST_PROBE, LAST_PROBE = 16, 256  # rounds without drafts before the next try, doubled at every vain one
 PROBE_ROUNDS = 2
@@ -19,7 +19,7 @@ class DraftLength:
 
     Expected tokens of a round with K drafts, each accepted with probability p if the one before is, in the share f of
     rows that have a draft: ``1 + f (p + p^2 + ... + p^K)``. The K with the most tokens per second wins. The time of a
-    round is what rounds of that length took; between two lengths that were seen it is interpolated.
+    round is what rounds of that length took; for a length that was not tried it follows from two that were.
 
     Args:
         most: the longest draft.
@@ -99,19 +99,16 @@ class DraftLength:
         if not self._asked:
             return self._first()
         lengths = self.levels or list(range(self.most + 1))
-        if 0 not in self.seconds and self.expected(self.most) < CLEAR_GAIN:
-            return 0  # how long that takes has to be known
+        is_dear = self.levels is not None  # to find out how long a round takes may mean to compile one
+        if 0 not in self.seconds and not (is_dear and self.expected(self.most) >= CLEAR_GAIN):
+            return 0
         return max(lengths, key=lambda length: (self.expected(length) / self._time(length), -length))
 
     def _time(self, length: int) -> float:
         """Seconds of a round, as measured, or on the line through the two nearest lengths that were."""
-        known = sorted(self.seconds)
-        if length in self.seconds or not known:
-            return self.seconds.get(length, 1.0)
-        below = [other for other in known if other < length]
-        above = [other for other in known if other > length]
-        if not below or not above:
-            return self.seconds[(above or below)[0 if above else -1]]
-        low, high = below[-1], above[0]
-        part = (length - low) / (high - low)
-        return self.seconds[low] + part * (self.seconds[high] - self.seconds[low])
+        known = sorted(self.seconds, key=lambda other: (abs(other - length), other))
+        if length in self.seconds or len(known) < 2:
+            return self.seconds[known[0]] if known else 1.0
+        near, far = known[:2]
+        slope = (self.seconds[far] - self.seconds[near]) / (far - near)
+        return self.seconds[near] + max(slope, 0.0) * (length - near)

@@ -92,6 +92,7 @@ class Loop:
         if any(rows.host_active):
             self.drafter.start(rows, states)
         del states
+        self.target.states = None  # of a whole prompt
         self._rounds(rows)
         if not self._has_end:
             # as in plain generation: without an end-of-sequence token rows go on until the last one is finished
@@ -153,14 +154,7 @@ class Loop:
         if self.processors or self.do_sample or self.scores is not None or self.logits is not None:
             logits = logits.float()
         scores = process(self.processors, rows, draft.tokens, logits)
-        if not self.do_sample:
-            accepted = accept_equal(draft, scores.argmax(-1))
-        else:
-            probabilities = scores.softmax(-1)
-            if draft.probabilities is not None:
-                accepted = accept_by_probability(draft, probabilities)
-            else:
-                accepted = accept_equal(draft, torch.multinomial(probabilities.flatten(0, 1), 1).view(scores.shape[:2]))
+        accepted = self.choose(rows, draft, scores)
         added, ended = stops(self.criteria, rows, accepted.tokens, accepted.drafts + 1)
         added = added * rows.active
         rows.append(accepted.tokens, added)
@@ -169,6 +163,15 @@ class Loop:
             if kept is not None:
                 kept.add(values, added)
         return accepted, added
+
+    def choose(self, rows: Rows, draft: Draft, scores: torch.Tensor) -> Accepted:
+        """What the target says of a draft and behind it, by its scores ``[B, K + 1, vocabulary]``."""
+        if not self.do_sample:
+            return accept_equal(draft, scores.argmax(-1))
+        probabilities = scores.softmax(-1)
+        if draft.probabilities is not None:
+            return accept_by_probability(draft, probabilities)
+        return accept_equal(draft, torch.multinomial(probabilities.flatten(0, 1), 1).view(scores.shape[:2]))
 
     def _show(self, rows: Rows) -> None:
         """Pass on the tokens that every row has by now."""

@@ -1,11 +1,15 @@
 """transformers' logits processors and stopping criteria for rows of different lengths.
 
-Both see a batch of token ids of one length. What looks at more than the scores or the last token is therefore called
-for the rows of one length at a time, as if they were the batch.
+Both see a batch of token ids of one length. Those that look at scores alone, or at the last token, are called once.
+Others are called once per length that occurs: transformers' own with the rows of that length, and those that nothing is
+known about with the whole batch, cut to that length, since they may count on a row's place in the batch; what they say
+of rows of other lengths is left out.
 """
 
+import copy
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from transformers.generation import logits_process as processors
@@ -15,44 +19,36 @@ from replay_transformers.generation.rows import Rows
 
 __all__ = ["check_processors", "needs_ids", "process", "stops"]
 
-# These look at the scores alone.
-SCORES_ONLY = tuple(
-    getattr(processors, name)
-    for name in (
-        "TemperatureLogitsWarper",
-        "TopKLogitsWarper",
-        "TopPLogitsWarper",
-        "TopHLogitsWarper",
-        "MinPLogitsWarper",
-        "TypicalLogitsWarper",
-        "EpsilonLogitsWarper",
-        "EtaLogitsWarper",
-        "InfNanRemoveLogitsProcessor",
-        "LogitNormalization",
-        "SuppressTokensLogitsProcessor",
-    )
-    if hasattr(processors, name)
-)
-# These keep something from step to step, or count on the place of a row in the batch.
-NOT_BY_ROWS = tuple(
-    getattr(processors, name)
-    for name in (
-        "UnbatchedClassifierFreeGuidanceLogitsProcessor",
-        "PrefixConstrainedLogitsProcessor",
-        "SynthIDTextWatermarkLogitsProcessor",
-    )
-    if hasattr(processors, name)
-)
-TIME = criteria.MaxTimeCriteria
+
+def _known(*names: str) -> tuple[type, ...]:
+    """The classes of that name which this version of transformers has."""
+    return tuple(getattr(processors, name) for name in names if hasattr(processors, name))
+
+
+SCORES_ONLY = _known(
+    "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "TopHLogitsWarper", "MinPLogitsWarper",
+    "TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper", "InfNanRemoveLogitsProcessor",
+    "LogitNormalization", "SuppressTokensLogitsProcessor",
+)  # fmt: skip
+# the same for a row whatever the others are
+ROW_BY_ROW = SCORES_ONLY + _known(
+    "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "RepetitionPenaltyLogitsProcessor",
+    "NoRepeatNGramLogitsProcessor", "SequenceBiasLogitsProcessor", "NoBadWordsLogitsProcessor",
+    "ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor", "ExponentialDecayLengthPenalty",
+    "SuppressTokensAtBeginLogitsProcessor", "WatermarkLogitsProcessor",
+)  # fmt: skip
+# these keep something from step to step
+STEP_BY_STEP = _known("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
+PER_ROW = "prompt_ignore_length"  # what a processor may hold one number per row of
 
 
 def check_processors(listed: Iterable[object]) -> None:
-    """Raise NotImplementedError for a processor that cannot be called for some rows of a batch."""
+    """Raise NotImplementedError for a processor that must see every step of every row exactly once."""
     for processor in listed:
-        if isinstance(processor, NOT_BY_ROWS):
+        if isinstance(processor, STEP_BY_STEP):
             raise NotImplementedError(
-                f"{type(processor).__name__} is not supported where the rows of a batch accept different numbers of "
-                "drafted tokens: generate without a drafter"
+                f"{type(processor).__name__} is not supported with a drafter, which has tokens judged that may be "
+                "rejected: generate without one"
             )
 
 
@@ -77,22 +73,37 @@ def process(
     """
     if not listed:
         return logits
-    batch, places, vocabulary = logits.shape
+    run: Any = listed  # annotated with types that tensors do not have
+    places, vocabulary = logits.shape[1:]
     if not needs_ids(listed):
-        return listed(rows.last(), logits.reshape(-1, vocabulary).clone()).view(logits.shape)
+        return run(rows.last(), logits.reshape(-1, vocabulary).clone()).view(logits.shape)
     ids, scores = rows.followed_by(drafts), logits.clone()
+    everyone = None if all(type(processor) in ROW_BY_ROW for processor in listed) else range(rows.batch)
     for place in range(places):
         prefix = drafts.shape[1] + 1 - places + place
-        for length, members in _by_length(rows, range(batch)).items():
-            index = torch.tensor(members, device=ids.device)
-            part = listed(ids[index, : length + prefix], logits[index, place].clone())
-            if part.shape != (len(members), vocabulary):
+        for length, members in _by_length(rows, range(rows.batch)).items():
+            asked = everyone or members
+            run = _narrowed(listed, asked)
+            part = run(ids[asked, : length + prefix], logits[asked, place].clone())
+            if part.shape != (len(asked), vocabulary):
                 raise ValueError(
-                    f"a logits processor returned scores of shape {tuple(part.shape)} for {len(members)} rows: with a "
-                    "drafter, processors are called for the rows of one length at a time"
+                    f"a logits processor returned scores of shape {tuple(part.shape)} for {len(asked)} rows and a "
+                    f"vocabulary of {vocabulary}"
                 )
-            scores[index, place] = part
+            scores[members, place] = part[members] if everyone else part
     return scores
+
+
+def _narrowed(listed: processors.LogitsProcessorList, members: Sequence[int]) -> processors.LogitsProcessorList:
+    """The same processors for some rows only."""
+    narrowed = processors.LogitsProcessorList()
+    for processor in listed:
+        held: Any = getattr(processor, PER_ROW, None)
+        if isinstance(held, torch.Tensor) and len(held) > 1:
+            processor = copy.copy(processor)
+            setattr(processor, PER_ROW, held[list(members)])
+        narrowed.append(processor)
+    return narrowed
 
 
 def stops(
@@ -116,7 +127,7 @@ def stops(
             ends |= torch.isin(tokens, criterion.eos_token_id.to(tokens.device))
         elif type(criterion) is criteria.MaxLengthCriteria:
             ends |= rows.lengths[:, None] + order + 1 >= criterion.max_length
-        elif type(criterion) is TIME:
+        elif type(criterion) is criteria.MaxTimeCriteria:
             time_is_up |= bool(criterion(tokens, None).all())
         else:
             others.append(criterion)
@@ -135,11 +146,13 @@ def _asked(
     """Whether each prefix of the tokens ends its row, by the criteria themselves: bool ``[B, T]``."""
     ids, given = rows.followed_by(tokens), counts.tolist()
     ends = torch.zeros_like(tokens, dtype=torch.bool)
+    everyone = (
+        None if all(type(criterion) is criteria.StopStringCriteria for criterion in listed) else range(rows.batch)
+    )
     for place in range(tokens.shape[1]):
-        asked = [row for row in range(rows.batch) if place < given[row]]
-        for length, members in _by_length(rows, asked).items():
-            index = torch.tensor(members, device=ids.device)
-            ends[index, place] = listed(ids[index, : length + place + 1], None).to(ends.device)
+        for length, members in _by_length(rows, [row for row in range(rows.batch) if place < given[row]]).items():
+            answer = listed(ids[everyone or members, : length + place + 1], None).to(ends.device)
+            ends[members, place] = answer[members] if everyone else answer
     return ends
 
 

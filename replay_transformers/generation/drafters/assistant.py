@@ -4,8 +4,7 @@ import torch
 from transformers.generation.logits_process import LogitsProcessorList
 
 from replay_transformers.generation.acceptance import Draft
-from replay_transformers.generation.drafters.base import RowModel
-from replay_transformers.generation.processing import process
+from replay_transformers.generation.drafters.base import RowModel, draw
 from replay_transformers.generation.rows import Rows
 
 __all__ = ["Assistant"]
@@ -25,6 +24,7 @@ class Assistant:
     """
 
     reads_states = False
+    spare = 1  # tokens that its cache must be able to reject beside drafts
 
     def __init__(self, model: RowModel, most: int, processors: LogitsProcessorList, do_sample: bool) -> None:
         self.model, self.most, self.processors, self.do_sample = model, most, processors, do_sample
@@ -41,13 +41,10 @@ class Assistant:
         following, self._behind = rows.last(2 + self._behind), 0
         for _ in range(length):
             logits = self.model.forward(following)[:, -1:].float()
-            scores = process(self.processors, rows, tokens, logits)
-            if self.do_sample:
-                probabilities.append(scores.softmax(-1))
-                following = torch.multinomial(probabilities[-1].squeeze(1), 1)
-            else:
-                following = scores.argmax(-1)
+            following, drawn_from = draw(self.processors, rows, tokens, logits, self.do_sample)
             tokens = torch.cat([tokens, following], dim=1)
+            if drawn_from is not None:
+                probabilities.append(drawn_from)
         counts = torch.full_like(rows.lengths, length)
         return Draft(tokens, counts, torch.cat(probabilities, dim=1) if probabilities else None)
 

@@ -3,11 +3,13 @@
 from typing import Protocol
 
 import torch
+from transformers.generation.logits_process import LogitsProcessorList
 
 from replay_transformers.generation.acceptance import Draft
+from replay_transformers.generation.processing import process
 from replay_transformers.generation.rows import Rows
 
-__all__ = ["Drafter", "RowModel", "no_draft"]
+__all__ = ["Drafter", "RowModel", "draw", "no_draft"]
 
 
 class RowModel(Protocol):
@@ -63,3 +65,24 @@ class Drafter(Protocol):
 def no_draft(rows: Rows) -> Draft:
     """No token for any row."""
     return Draft(rows.ids.new_empty(rows.batch, 0), torch.zeros_like(rows.lengths))
+
+
+def draw(
+    processors: LogitsProcessorList, rows: Rows, tokens: torch.Tensor, logits: torch.Tensor, do_sample: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """One more token of every row's draft.
+
+    Args:
+        processors: of the logits. rows: the sequences so far.
+        tokens: int64 ``[B, K]``, the draft so far.
+        logits: float32 ``[B, 1, vocabulary]`` behind it.
+        do_sample: draw the token instead of taking the likeliest.
+
+    Returns:
+        int64 ``[B, 1]``; the probabilities that it was drawn from, ``[B, 1, vocabulary]``, None if it was not drawn.
+    """
+    scores = process(processors, rows, tokens, logits)
+    if not do_sample:
+        return scores.argmax(-1), None
+    probabilities = scores.softmax(-1)
+    return torch.multinomial(probabilities.squeeze(1), 1), probabilities

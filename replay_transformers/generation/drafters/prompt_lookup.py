@@ -1,7 +1,7 @@
 """Prompt lookup: a row's last tokens have been there before, and what followed then is proposed again.
 
-The same choice as transformers' `PromptLookupCandidateGenerator`, for all rows at once: the longest n-gram at the end of
-the row that occurs earlier in it, and its first occurrence.
+The same choice as transformers' `PromptLookupCandidateGenerator`, for all rows at once: the longest n-gram at the end
+of the row that occurs earlier in it, and its first occurrence.
 """
 
 import torch

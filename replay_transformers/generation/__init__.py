@@ -1,0 +1,1 @@
+"""Assisted generation for rows that accept different numbers of drafted tokens: drafters, and the loop."""

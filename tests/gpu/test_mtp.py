@@ -1,0 +1,45 @@
+"""Multi-token prediction on a GPU: the same tokens as without a cache, under CUDA graphs as well."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+
+from tests.support.models import greedy_without_cache
+from tests.support.mtp import MODELS, STEPS, inputs, observed
+
+pytestmark = [
+    pytest.mark.usefixtures("enabled"),
+    pytest.mark.no_poison,
+    pytest.mark.skipif(
+        Version(transformers.__version__) < Version("5.23.0"), reason="transformers before 5.23 has no use_mtp"
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def _full_precision() -> Any:
+    """Token identity is a float32 claim: no tf32 anywhere."""
+    allowed = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = allowed
+
+
+@pytest.mark.parametrize("implementation", ["replay", "replay_static"])
+@pytest.mark.parametrize("family", list(MODELS))
+def test_greedy_equals_decoding_without_a_cache(family: str, implementation: str) -> None:
+    """Twice: the second call of the fixed shapes replays the graphs of the first."""
+    model = MODELS[family]().cuda()
+    given = {name: tensor.cuda() for name, tensor in inputs(family).items()}
+    expected = greedy_without_cache(model, given["input_ids"], given["attention_mask"], STEPS)
+    arguments = {"use_mtp": True, "max_new_tokens": STEPS, "do_sample": False, "cache_implementation": implementation}
+    for _ in range(2):
+        output = model.generate(**given, **arguments, cache_config={"draft_length": "fixed"})
+        assert torch.equal(output, expected)
+    if implementation == "replay":  # the hook that counts forwards would be compiled as well
+        with observed(model) as rounds:
+            model.generate(**given, **arguments, cache_config={"draft_length": "fixed"})
+        rounds.check(accepting=2)
