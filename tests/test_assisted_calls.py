@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -11,8 +10,8 @@ import transformers
 
 import replay_transformers as rt
 from tests.support.generation import CACHE_ARGUMENT
-from tests.support.models import FAMILIES, build_qwen3_5, full_logits, greedy_without_cache, prompt
-from tests.support.speculation import assert_as_if_fed, never_unsure, perturbed, speculate
+from tests.support.models import FAMILIES, greedy_without_cache, prompt
+from tests.support.speculation import assert_as_if_fed, perturbed, speculate
 from tests.test_assisted import (
     EVERY_CACHE,
     EVERY_FAMILY,
@@ -160,16 +159,6 @@ def test_an_assistant_with_another_tokenizer(implementation: str) -> None:
     assert_as_if_fed(model, rounds.cache, rounds.sequences[:, :-1])
 
 
-def test_a_draft_schedule_that_grows_is_bounded_by_the_cache() -> None:
-    model = tiny("qwen3_5")
-    assistant = perturbed(model, 0.0)
-    assistant.generation_config.num_assistant_tokens_schedule = "heuristic_transient"
-    rounds = speculate(model, prompt(1, 9), assistant_model=assistant, **settings("replay", 3))
-    assert torch.equal(rounds.sequences, truth("qwen3_5", trained=False))
-    assert max(rounds.drafted) == rounds.cache.replay_config.max_draft == 8
-    rounds.check(accepting=8, rejecting=False)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_compiled_verification_has_the_same_tokens(family: str) -> None:
     """Compiled only if asked for; the number of tokens changes from round to round."""
@@ -179,45 +168,3 @@ def test_a_compiled_verification_has_the_same_tokens(family: str) -> None:
     rounds = speculate(tiny(family), prompt(1, 9), assistant_model=mostly_right(family), **arguments)
     assert torch.equal(rounds.sequences, truth(family, trained=False)[:, :29])
     torch._dynamo.reset()
-
-
-def joint(model: Any, ids: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Probabilities ``[V, V]`` of the second and third new token, summed over the first."""
-    firsts = torch.tensor(list(itertools.product(range(vocabulary), repeat=2)))
-    sequences = torch.cat([ids.expand(len(firsts), -1), firsts], dim=1)
-    steps = full_logits(model, sequences)[:, ids.shape[1] - 1 :].double().softmax(-1)  # [V*V, 3, V]
-    first = steps[:, 0].gather(1, firsts[:, :1]).squeeze(1)
-    second = steps[:, 1].gather(1, firsts[:, 1:]).squeeze(1)
-    return ((first * second)[:, None] * steps[:, 2]).view(vocabulary, vocabulary, vocabulary).sum(0)
-
-
-def p_value(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
-    """Of the chi-square test."""
-    expected = counts.sum() * probabilities
-    statistic = ((counts - expected) ** 2 / expected).sum()
-    return torch.special.gammaincc(torch.tensor((counts.numel() - 1) / 2, dtype=torch.float64), statistic / 2).item()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("drafter", ["assistant", "lookup"])
-def test_sampled_tokens_follow_the_targets_distribution(drafter: str) -> None:
-    """2,000 draws of three tokens out of five; the assistant's own distribution would be told apart at once."""
-    vocabulary, draws = 5, 2000
-    model = build_qwen3_5(vocab_size=vocabulary, rms_norm_eps=1e-3, pad_token_id=None, bos_token_id=None)
-    assistant = never_unsure(perturbed(model, 0.5), tokens=3)
-    ids = torch.tensor([[1, 3, 0, 2, 4, 1, 3, 0, 2]])
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    choice = {"assistant_model": assistant} if drafter == "assistant" else {"prompt_lookup_num_tokens": 3}
-    arguments = settings("replay", 3) | {"do_sample": True, "max_new_tokens": 4, "top_k": 0}
-    counts, accepted, rejected = torch.zeros(vocabulary, vocabulary, dtype=torch.float64), 0, 0
-    with torch.no_grad():
-        model.lm_head.weight.mul_(0.5)
-    for _ in range(draws):
-        rounds = speculate(model, inputs, **choice, **arguments)
-        counts[tuple(rounds.sequences[0, 10:12].tolist())] += 1
-        accepted += rounds.accepted[0] > 2
-        rejected += rounds.accepted[0] == 1
-    assert accepted > draws / 50
-    assert rejected > draws / 50
-    assert p_value(counts, joint(model, ids, vocabulary)) > 1e-3
-    assert p_value(counts, joint(assistant, ids, vocabulary)) < 1e-6
