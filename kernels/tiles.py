@@ -3,10 +3,11 @@
 import triton
 import triton.language as tl
 
-__all__ = ["MIN_RECORDS", "UNROLL", "record_slot", "saturated"]
+__all__ = ["MIN_RECORDS", "RECORDS", "UNROLL", "exact_product", "record_slot", "saturated"]
 
 
 MIN_RECORDS = 16  # records are read in blocks of so many
+RECORDS = tl.constexpr(MIN_RECORDS)  # the same for kernels; also the fewest rows of a matrix product
 UNROLL = tl.constexpr(4)  # records folded per round of the loop, so that their loads are under way together
 
 
@@ -24,3 +25,75 @@ def saturated(values, dtype: tl.constexpr):
         values = tl.where(values > 65504.0, 65504.0, values)
         values = tl.where(values < -65504.0, -65504.0, values)
     return values.to(dtype)
+
+
+# the interpreter keeps bfloat16 values as their bits and would multiply those
+INTERPRETED = tl.constexpr(not isinstance(record_slot, triton.JITFunction))
+
+
+@triton.jit
+def _split(wide):
+    """Three bfloat16 tensors whose sum is the float32 tensor ``wide``."""
+    high = wide.to(tl.bfloat16)
+    rest = wide - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def _narrow_product(a, b, added):
+    if INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, added)
+
+
+@triton.jit
+def exact_product(a, b, added):
+    """``added + a @ b``, products exact, sums in float32.
+
+    Matrix units multiply bfloat16 or float16 exactly; float32 beside bfloat16 is split into three of them.
+    """
+    if a.dtype == tl.float32:
+        if b.dtype == tl.bfloat16:
+            high, middle, low = _split(a)
+            return _narrow_product(high, b, _narrow_product(middle, b, _narrow_product(low, b, added)))
+    elif a.dtype == b.dtype:
+        return _narrow_product(a, b, added)
+    elif a.dtype == tl.bfloat16 and b.dtype == tl.float32:
+        high, middle, low = _split(b)
+        return _narrow_product(a, high, _narrow_product(a, middle, _narrow_product(a, low, added)))
+    return tl.dot(a.to(tl.float32), b.to(tl.float32), added, input_precision="ieee")
+
+
+@triton.jit
+def _leading(wide):
+    """Float32 without the lower half of its bits; and the same as bfloat16."""
+    bits = wide.to(tl.int32, bitcast=True)
+    return (bits & -65536).to(tl.float32, bitcast=True), (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def cut(wide):
+    """Three bfloat16 tensors whose sum is the float32 tensor ``wide``: digits cut off, no conversions."""
+    value, high = _leading(wide)
+    rest = wide - value
+    value, middle = _leading(rest)
+    value, low = _leading(rest - value)
+    return high, middle, low
+
+
+@triton.jit
+def cut_product(a, b, added):
+    """``added + a @ b`` where ``a`` is float32: products exact, or to 2^-23 beside another float32; sums in float32.
+
+    Its parts go through matrix units as they lie in the threads, if ``a`` is itself made of products.
+    """
+    if b.dtype == tl.bfloat16:
+        high, middle, low = cut(a)
+        return _narrow_product(high, b, _narrow_product(middle, b, _narrow_product(low, b, added)))
+    elif b.dtype == tl.float32:
+        high, middle, low = cut(a)
+        b_high, b_middle, b_low = cut(b)
+        added = _narrow_product(low, b_high, _narrow_product(middle, b_middle, _narrow_product(high, b_low, added)))
+        return _narrow_product(high, b_high, _narrow_product(middle, b_high, _narrow_product(high, b_middle, added)))
+    return tl.dot(a, b.to(tl.float32), added, input_precision="ieee")

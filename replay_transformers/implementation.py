@@ -9,6 +9,7 @@ import sys
 from types import ModuleType
 
 import torch
+from packaging.version import Version
 
 __all__ = ["Implementations"]
 
@@ -18,7 +19,14 @@ logger = logging.getLogger(__name__)
 LIBRARIES = {"gated_delta": "fla", "mamba2": "mamba_ssm"}
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GPU = "cuda"
+OLDEST_TRITON = Version("3.5")  # older ones cannot compile the kernels: tuples, small products
 _said: set[tuple[str, str]] = set()
+
+
+def _installed_triton() -> Version | None:
+    if importlib.util.find_spec("triton") is None:
+        return None
+    return Version(importlib.import_module("triton").__version__)
 
 
 class Implementations:
@@ -38,8 +46,9 @@ class Implementations:
         self.triton: ModuleType | None = None
         self.interpreted = impl == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
         wanted = impl != "reference" and (torch.cuda.is_available() or self.interpreted)
-        self.installed = importlib.util.find_spec("triton") is not None
-        if wanted and self.installed:
+        found = _installed_triton() if wanted else None
+        self.too_old = found is not None and found < OLDEST_TRITON
+        if found is not None and not self.too_old:
             self.triton = importlib.import_module(f"replay_transformers.kernels.{operator}.triton")
         self.library: ModuleType | None = None
         if impl == "auto" and torch.cuda.is_available():
@@ -88,6 +97,8 @@ class Implementations:
     def _why_not_triton(self, state: torch.Tensor, operands: tuple[torch.Tensor, ...]) -> str | None:
         if state.device.type != GPU and not self.interpreted:
             return f"the tensors are on {state.device}, not on a GPU"
+        if self.too_old:
+            return f"triton {OLDEST_TRITON} or newer is needed, found {_installed_triton()}"
         if self.triton is None:
             return "triton is not installed"
         if self.is_too_long:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from packaging.version import Version
 
 import replay_transformers as rt
 from replay_transformers import implementation
@@ -116,6 +117,15 @@ def test_without_triton(without_triton: None) -> None:
     assert automatic.triton is None
     assert automatic.choose(FLOAT, FLOAT) is automatic.reference
     with pytest.raises(ValueError, match="impl='triton' cannot run here: triton is not installed"):
+        Implementations("mamba2", "triton").choose(FLOAT, FLOAT)
+
+
+@ON_CPU
+def test_an_old_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels are not even imported; the message says which one is needed."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(implementation, "_installed_triton", lambda: Version("3.2.0"))
+    with pytest.raises(ValueError, match=r"triton 3\.5 or newer is needed, found 3\.2\.0"):
         Implementations("mamba2", "triton").choose(FLOAT, FLOAT)
 
 

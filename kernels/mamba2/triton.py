@@ -5,12 +5,13 @@ Two launches per layer and step. With the records ``j`` and the step's own token
     y_t = carry_t (S0 C_t) + sum_j w_tj x_j + sum_{s <= t} w_ts x_s + D x_t
 
 - ``_prepare``, one program per row and heads of one group, reduces what the heads share (B, C, time steps) to ``carry``
-  and the coefficients ``w``, and appends the new records. It does not touch the state.
-- ``_step``, one program per row, head and block of the head's channels, reads its block of the checkpoint once. In
-  rows that are due it folds the records into the block as well, one after the other, and writes it back; the output of
-  such a row is read from the checkpoint before the fold, where the same formula holds.
+  and the coefficients ``w``, and appends B and the time steps of the new records. It does not touch the state.
+- ``_step``, one program per row, head and block of the head's channels, reads its block of the checkpoint once and
+  appends the block's x. In rows that are due it folds the records into the block as well, a matrix product, and writes
+  it back; the output of such a row is read from the checkpoint before the fold, where the same formula holds.
 
-Everything is computed in float32, without matrix units: the step is bound by memory.
+The step is bound by memory: nothing may wait for anything before the state is under way. Everything is computed in
+float32 or, on matrix units, exactly as well; see `exact_product`.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,7 @@ import triton.language as tl
 from replay_transformers.kernels.launch import choose, on_their_device
 from replay_transformers.kernels.mamba2.update import update
 from replay_transformers.kernels.parts import run_in_parts
-from replay_transformers.kernels.tiles import MIN_RECORDS, UNROLL, record_slot, saturated
+from replay_transformers.kernels.tiles import MIN_RECORDS, exact_product, record_slot, saturated
 from replay_transformers.kernels.validation import (
     POINTERS,
     check_groups,
@@ -33,19 +34,22 @@ from replay_transformers.kernels.validation import (
 
 __all__ = ["replay_step", "update"]
 
+COLUMNS = 32  # 4 bytes each: what a memory transaction reads of one channel's states
+PART = 64  # states folded at a time
+LEAST_DEPTH = 16  # of a product on matrix units: the terms of its sums
+
 
 @triton.jit
 def _prepare(
-    x, dt, B, C, A, D,
-    ring_x, ring_b, ring_dt,
+    dt, B, C, A, D,
+    ring_b, ring_dt,
     base, committed, pending, folds,
-    cursor, coefficient, own_coefficient, carry, weight,
-    x_row, x_token, x_head, x_channel,
+    cursor, coefficient, carry, weight,
     dt_row, dt_token, dt_head,
     b_row, b_token, b_group, b_state,
     c_row, c_token, c_group, c_state,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
-    SHARE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
+    SHARE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, HAS_D: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     """SHARE: heads per program, all of one group; BLOCK_R: at least the records of any row."""
@@ -61,16 +65,14 @@ def _prepare(
 
     # all loads come before the first store, which they might alias as far as the compiler knows
     age, token = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_T)
-    n, p, h = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_H)
-    live, n_ok, p_ok, token_ok, h_ok = age < past, n < STATES, p < WIDTH, token < TOKENS, h < SHARE
+    n, h = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_H)
+    live, n_ok, token_ok, h_ok = age < past, n < STATES, token < TOKENS, h < SHARE
     slot, own_slot = record_slot(start, age, CAPACITY), record_slot(start, past + token, CAPACITY)
-    group_row = row * (HEADS // GROUP) + group
-    key_ring = ring_b + group_row * (CAPACITY * STATES)
+    key_ring = ring_b + (row * (HEADS // GROUP) + group) * (CAPACITY * STATES)
     head = share * SHARE + h
     corner = row * HEADS + share * SHARE
     times = ring_dt + corner * CAPACITY + h[:, None] * CAPACITY
     own_n_ok, own_h_ok = token_ok[:, None] & n_ok[None, :], h_ok[:, None] & token_ok[None, :]
-    own_p_ok = own_h_ok[:, :, None] & p_ok[None, None, :]
     keys = tl.load(key_ring + (slot[:, None] * STATES + n[None, :]), mask=live[:, None] & n_ok[None, :], other=0.0)
     step = tl.load(times + slot[None, :], mask=h_ok[:, None] & live[None, :], other=0.0)
     later_slot, later_live = record_slot(start, age + 1, CAPACITY), age + 1 < past
@@ -85,39 +87,35 @@ def _prepare(
     own_step = tl.load(
         dt + row * dt_row + (head[:, None] * dt_head + token[None, :] * dt_token), mask=own_h_ok, other=0.0
     )
-    own_x = tl.load(
-        x + row * x_row
-        + (head[:, None, None] * x_head + token[None, :, None] * x_token + p[None, None, :] * x_channel),
-        mask=own_p_ok, other=0.0,
-    )  # fmt: skip
 
     # logs by age [heads, ages]; `later` is shifted by one age, so that its sums from the right leave out the own log
     later *= rate[:, None]
     after = tl.cumsum(later, 1, reverse=True)
     total = tl.sum(step * rate[:, None], 1)
     own_log = own_step * rate[:, None]
-    keys, wide_b = keys.to(tl.float32), own_b.to(tl.float32)
-    out = coefficient + corner * (TOKENS * BLOCK_R) + (h[:, None] * (TOKENS * BLOCK_R) + age[None, :])
-    own_out = own_coefficient + corner * (TOKENS * BLOCK_T) + (h[:, None] * (TOKENS * BLOCK_T) + token[None, :])
+    decayed = tl.where(live[None, :], tl.exp(after) * step, 0.0)
+    queries = tl.trans(own_c)
+    scores = exact_product(keys, queries, tl.zeros([BLOCK_R, BLOCK_T], tl.float32))
+    own_scores = exact_product(own_b, queries, tl.zeros([BLOCK_T, BLOCK_T], tl.float32))
+    # logs of the step's own tokens up to t, and of those after s up to t [heads, s]
+    since, between = tl.zeros([BLOCK_H], tl.float32), tl.zeros([BLOCK_H, BLOCK_T], tl.float32)
+    out = coefficient + (corner + h)[:, None] * (TOKENS * 2 * BLOCK_R)
     for t in tl.static_range(TOKENS):
-        query = tl.sum(tl.where((token == t)[:, None], own_c.to(tl.float32), 0.0), 0)
-        since = tl.sum(tl.where((token <= t)[None, :], own_log, 0.0), 1)
-        value = tl.exp(after + since[:, None]) * step * tl.sum(keys * query[None, :], 1)[None, :]
-        tl.store(out + t * BLOCK_R, tl.where(live[None, :], value, 0.0), mask=h_ok[:, None])
+        is_t = (token == t)[None, :]
+        log = tl.sum(tl.where(is_t, own_log, 0.0), 1)
+        since += log
         tl.store(carry + corner * TOKENS + (h * TOKENS + t), tl.exp(total + since), mask=h_ok)
-        # the step's own tokens s <= t: logs of the tokens after s, up to t
-        between = tl.zeros([BLOCK_H, BLOCK_T], tl.float32)
-        if TOKENS > 1:
-            inside = (token[None, :] > token[:, None]) & (token <= t)[None, :]
-            between = tl.sum(tl.where(inside[None, :, :], own_log[:, None, :], 0.0), 2)
-        value = tl.exp(between) * own_step * tl.sum(wide_b * query[None, :], 1)[None, :]
-        value = tl.where((token <= t)[None, :], value, 0.0) + tl.where((token == t)[None, :], skip[:, None], 0.0)
-        tl.store(own_out + t * BLOCK_T, value, mask=h_ok[:, None])
+        score = tl.sum(tl.where(is_t, scores, 0.0), 1)
+        value = decayed * tl.exp(since)[:, None] * score[None, :]  # two decays: neither exceeds 1
+        tl.store(out + (t * 2 * BLOCK_R + age)[None, :], value, mask=h_ok[:, None])
+        between = tl.where((token < t)[None, :], between + log[:, None], 0.0)
+        score = tl.sum(tl.where(is_t, own_scores, 0.0), 1)
+        value = tl.where((token <= t)[None, :], tl.exp(between) * own_step * score[None, :], 0.0)
+        value += tl.where(is_t, skip[:, None], 0.0)
+        tl.store(out + ((t * 2 + 1) * BLOCK_R + token)[None, :], value, mask=h_ok[:, None])
 
     # append
-    records = ring_x + corner * (CAPACITY * WIDTH) + (h[:, None, None] * (CAPACITY * WIDTH) + p[None, None, :])
     tl.store(times + own_slot[None, :], own_step, mask=own_h_ok)
-    tl.store(records + own_slot[None, :, None] * WIDTH, own_x, mask=own_p_ok)
     if share * SHARE % GROUP == 0:
         tl.store(key_ring + (own_slot[:, None] * STATES + n[None, :]), own_b, mask=own_n_ok)
     if share == 0:
@@ -135,14 +133,80 @@ def _prepare(
 
 
 @triton.jit
+def _of_records(
+    x, records, coefficient, start, past, p_ok, x_token, x_channel,
+    WIDTH: tl.constexpr, CAPACITY: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr, AGES: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """What the records and the step's own tokens contribute, ``[BLOCK_P, BLOCK_T]``; appends the latter."""
+    p, token = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_T)
+    if TOKENS == 1:
+        result = tl.zeros([BLOCK_P], tl.float32)
+        for begin in tl.static_range(0, BLOCK_R, AGES):
+            age = begin + tl.arange(0, AGES)
+            slot = record_slot(start, tl.minimum(age, CAPACITY), CAPACITY)
+            ok = (age < past)[:, None] & p_ok[None, :]
+            old = tl.load(records + (slot[:, None] * WIDTH + p[None, :]), mask=ok, other=0.0)
+            result += tl.sum(old.to(tl.float32) * tl.load(coefficient + age)[:, None], 0)
+        own = tl.load(x + p * x_channel, mask=p_ok, other=0.0)
+        tl.store(records + record_slot(start, past, CAPACITY) * WIDTH + p, own, mask=p_ok)
+        return (result + own.to(tl.float32) * tl.load(coefficient + BLOCK_R))[:, None]
+    # one product: BLOCK_R ages, then the tokens
+    k = tl.arange(0, 2 * BLOCK_R)
+    is_own, s = k >= BLOCK_R, k - BLOCK_R
+    factor = tl.load(
+        coefficient + (token[:, None] * (2 * BLOCK_R) + k[None, :]),
+        mask=(token < TOKENS)[:, None] & (s < TOKENS)[None, :], other=0.0,
+    )  # fmt: skip
+    slot = record_slot(start, tl.minimum(tl.where(is_own, past + s, k), CAPACITY), CAPACITY)
+    place = records + (slot[:, None] * WIDTH + p[None, :])
+    own_ok = (is_own & (s < TOKENS))[:, None] & p_ok[None, :]
+    old_ok = (k < tl.minimum(past, BLOCK_R))[:, None] & p_ok[None, :]
+    old = tl.load(place, mask=old_ok, other=0.0)
+    own = tl.load(x + (s[:, None] * x_token + p[None, :] * x_channel), mask=own_ok, other=0.0)
+    values = tl.where(is_own[:, None], own, old)
+    result = exact_product(factor, values, tl.zeros([BLOCK_T, BLOCK_P], tl.float32))
+    tl.store(place, own, mask=own_ok)
+    return tl.trans(result)
+
+
+@triton.jit
+def _fold(
+    block, records, keys, weights, start, count, p_ok,
+    WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, AGES: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """Fold the ``count`` oldest records into the block: ``PART`` states at a time, for want of registers."""
+    p = tl.arange(0, BLOCK_P)
+    total = tl.load(weights + BLOCK_R)
+    for begin in tl.static_range(0, BLOCK_N, PART):
+        n = begin + tl.arange(0, PART)
+        n_ok = n < STATES
+        change = tl.zeros([PART, BLOCK_P], tl.float32)
+        for first in tl.static_range(0, BLOCK_R, AGES):
+            age = first + tl.arange(0, AGES)
+            slot = record_slot(start, tl.minimum(age, CAPACITY), CAPACITY)[:, None]
+            folded = (age < count)[:, None]
+            old = tl.load(records + (slot * WIDTH + p[None, :]), mask=folded & p_ok[None, :], other=0.0)
+            key = tl.load(keys + (slot * STATES + n[None, :]), mask=folded & n_ok[None, :], other=0.0)
+            weighted = old.to(tl.float32) * tl.load(weights + age)[:, None]
+            change = exact_product(tl.trans(key), weighted, change)
+        place = block + (p[:, None] * STATES + n[None, :])
+        ok = p_ok[:, None] & n_ok[None, :]
+        s = tl.load(place, mask=ok, other=0.0).to(tl.float32)
+        tl.store(place, saturated(s * total + tl.trans(change), block.dtype.element_ty), mask=ok)
+
+
+@triton.jit
 def _step(
-    state, x, C, ring_x, ring_b, coefficient, own_coefficient, carry, weight, cursor, y,
+    state, x, C, ring_x, ring_b, coefficient, carry, weight, cursor, y,
     x_row, x_token, x_head, x_channel,
     c_row, c_token, c_group, c_state,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, AGES: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, FOLD: tl.constexpr,
+    COLUMNS: tl.constexpr, PART: tl.constexpr, TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
+    """COLUMNS: of the state, that different threads read: sums over states are sums in each thread first."""
     tiles: tl.constexpr = (WIDTH + BLOCK_P - 1) // BLOCK_P
     first = (tl.program_id(0) % tiles) * BLOCK_P
     row_head = (tl.program_id(0) // tiles).to(tl.int64)
@@ -151,51 +215,43 @@ def _step(
     group = head // GROUP
 
     # addresses: int64 for the corner of a block, int32 inside it
-    p, n, token, age = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_T), tl.arange(0, AGES)
-    p_ok, n_ok = first + p < WIDTH, n < STATES
-    out_ok = (token < TOKENS)[:, None] & p_ok[None, :]
-    block = state + (row_head * WIDTH + first) * STATES + (p[:, None] * STATES + n[None, :])
-    block_ok = p_ok[:, None] & n_ok[None, :]
-    s = tl.load(block, mask=block_ok, other=0.0).to(tl.float32)
-    own = tl.load(
-        x + row * x_row + head * x_head + (token[:, None] * x_token + (first + p)[None, :] * x_channel),
-        mask=out_ok, other=0.0,
-    ).to(tl.float32)  # fmt: skip
-    start, past = tl.load(cursor + row * 3), tl.load(cursor + row * 3 + 1)
-    scale = tl.load(carry + row_head * TOKENS + token, mask=token < TOKENS, other=0.0)
-    records = ring_x + row_head * (CAPACITY * WIDTH) + first
-    result = tl.zeros([BLOCK_T, BLOCK_P], tl.float32)
-    for begin in tl.static_range(0, BLOCK_R, AGES):
-        slot = record_slot(start, tl.minimum(begin + age, CAPACITY), CAPACITY)
-        live = begin + age < past
-        record = tl.load(
-            records + (slot[:, None] * WIDTH + p[None, :]), mask=live[:, None] & p_ok[None, :], other=0.0
-        ).to(tl.float32)
-        for t in tl.static_range(TOKENS):
-            factor = tl.load(coefficient + (row_head * TOKENS + t) * BLOCK_R + begin + age)
-            known = tl.sum(record * factor[:, None], 0)
-            result += tl.where((token == t)[:, None], known[None, :], 0.0)
+    p, token = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_T)
+    n = tl.arange(0, BLOCK_N // COLUMNS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    p_ok, n_ok = (first + p < WIDTH) | (WIDTH % BLOCK_P == 0), (n < STATES)[None, :, :]
+    block = state + (row_head * WIDTH + first) * STATES
+    # the state last: Triton then leaves it in the threads that read it, and moves the queries there
+    queries, scales = (), ()
     for t in tl.static_range(TOKENS):
-        query = tl.load(C + row * c_row + group * c_group + (t * c_token + n * c_state), mask=n_ok, other=0.0)
-        carried = tl.sum(s * query.to(tl.float32)[None, :], 1)
-        factor = tl.load(own_coefficient + (row_head * TOKENS + t) * BLOCK_T + token)
-        known = tl.sum(own * factor[:, None], 0)
-        result += tl.where((token == t)[:, None], carried[None, :] * scale[:, None] + known[None, :], 0.0)
-    out = y + (row * TOKENS * HEADS + head) * WIDTH + first + (token[:, None] * (HEADS * WIDTH) + p[None, :])
-    tl.store(out, result.to(y.dtype.element_ty), mask=out_ok)
+        query = C + row * c_row + group * c_group + (t * c_token + n[None, :, :] * c_state)
+        queries += (tl.load(query, mask=n_ok, other=0.0),)  # type: ignore[assignment]
+        scales += (tl.load(carry + row_head * TOKENS + t),)  # type: ignore[assignment]
+    start, past = tl.load(cursor + row * 3), tl.load(cursor + row * 3 + 1)
+    s = tl.load(block + (p[:, None, None] * STATES + n[None, :, :]), mask=p_ok[:, None, None] & n_ok, other=0.0)
+    # nothing that waits for another load is put before the last one of the state
+    tl.debug_barrier()
+    s = s.to(tl.float32)
+    records = ring_x + row_head * (CAPACITY * WIDTH) + first
+    known = _of_records(
+        x + row * x_row + head * x_head + first * x_channel, records, coefficient + row_head * (TOKENS * 2 * BLOCK_R),
+        start, past, p_ok, x_token, x_channel, WIDTH, CAPACITY, BLOCK_P, BLOCK_R, AGES, TOKENS, BLOCK_T,
+    )  # fmt: skip
+    result = tl.zeros([BLOCK_P, BLOCK_T], tl.float32)
+    for t in tl.static_range(TOKENS):
+        carried = tl.sum(tl.sum(s * (queries[t].to(tl.float32) * scales[t]), 1), 1)
+        result = tl.where((token == t)[None, :], carried[:, None], result)
+    out = y + (row * TOKENS * HEADS + head) * WIDTH + first + (token[None, :] * (HEADS * WIDTH) + p[:, None])
+    tl.store(out, (result + known).to(y.dtype.element_ty), mask=p_ok[:, None] & (token < TOKENS)[None, :])
 
     if FOLD:
         count = tl.load(cursor + row * 3 + 2)
         if count > 0:
-            weights = weight + row_head * (BLOCK_R + 1)
+            # a thread must not overwrite what another has yet to read
+            tl.debug_barrier()
             keys = ring_b + (row * (HEADS // GROUP) + group) * (CAPACITY * STATES)
-            s *= tl.load(weights + BLOCK_R)
-            for j in tl.range(0, count, loop_unroll_factor=UNROLL):
-                record_at = record_slot(start, j, CAPACITY)
-                folded = tl.load(records + record_at * WIDTH + p, mask=p_ok, other=0.0).to(tl.float32)
-                key = tl.load(keys + record_at * STATES + n, mask=n_ok, other=0.0).to(tl.float32)
-                s += (folded * tl.load(weights + j))[:, None] * key[None, :]
-            tl.store(block, saturated(s, state.dtype.element_ty), mask=block_ok)
+            _fold(
+                block, records, keys, weight + row_head * (BLOCK_R + 1), start, count, p_ok,
+                WIDTH, STATES, CAPACITY, BLOCK_P, BLOCK_N, BLOCK_R, AGES, PART,
+            )  # fmt: skip
 
 
 @on_their_device
@@ -223,27 +279,28 @@ def _launch(
     chosen = choose("mamba2", device, rows * heads, tokens, width, states)
     share = heads_per_program(chosen.share, group)
     block_p, block_t = min(chosen.block, power_of_two(width)), power_of_two(tokens)
+    block_n = max(power_of_two(states), LEAST_DEPTH)
 
     def scratch(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device=device)
 
     cursor = torch.empty(rows, 3, dtype=torch.int32, device=device)
-    coefficient, own = scratch(rows, heads, tokens, block_r), scratch(rows, heads, tokens, block_t)
-    carry, weight = scratch(rows, heads, tokens), scratch(rows, heads, block_r + 1) if fold else scratch(1)
+    coefficient, carry = scratch(rows, heads, tokens, 2 * block_r), scratch(rows, heads, tokens)
+    weight = scratch(rows, heads, block_r + 1) if fold else scratch(1)
     y = torch.empty(rows, tokens, heads, width, dtype=x.dtype, device=device)
     sizes = {
-        "HEADS": heads, "GROUP": group, "WIDTH": width, "STATES": states, "CAPACITY": ring_x.shape[2],
-        "BLOCK_N": power_of_two(states), "BLOCK_R": block_r, "TOKENS": tokens, "BLOCK_T": block_t, "FOLD": fold,
+        "HEADS": heads, "GROUP": group, "STATES": states, "CAPACITY": ring_x.shape[2],
+        "BLOCK_N": block_n, "BLOCK_R": block_r, "TOKENS": tokens, "BLOCK_T": block_t, "FOLD": fold,
     }  # fmt: skip
     _prepare[(rows * (heads // share),)](
-        x, dt, B, C, A, D, ring_x, ring_b, ring_dt, base, committed, pending, folds,
-        cursor, coefficient, own, carry, weight, *x.stride(), *dt.stride(), *B.stride(), *C.stride(),
-        SHARE=share, BLOCK_H=power_of_two(share), BLOCK_P=power_of_two(width), HAS_D=D is not None,
-        **sizes, num_warps=chosen.share_warps,
+        dt, B, C, A, D, ring_b, ring_dt, base, committed, pending, folds,
+        cursor, coefficient, carry, weight, *dt.stride(), *B.stride(), *C.stride(),
+        SHARE=share, BLOCK_H=power_of_two(share), HAS_D=D is not None, **sizes, num_warps=chosen.share_warps,
     )  # fmt: skip
     _step[(rows * heads * triton.cdiv(width, block_p),)](
-        state, x, C, ring_x, ring_b, coefficient, own, carry, weight, cursor, y, *x.stride(), *C.stride(),
-        BLOCK_P=block_p, AGES=MIN_RECORDS, **sizes, num_warps=chosen.warps,
+        state, x, C, ring_x, ring_b, coefficient, carry, weight, cursor, y, *x.stride(), *C.stride(),
+        WIDTH=width, BLOCK_P=block_p, AGES=MIN_RECORDS, COLUMNS=min(COLUMNS, block_n), PART=min(PART, block_n),
+        **sizes, num_warps=chosen.warps,
     )  # fmt: skip
     return y
 
