@@ -75,7 +75,6 @@ class CacheMachine(RuleBasedStateMachine):
         self.setup = setup
         self.model = model_for(setup.model)
         self.cache = setup.new_cache()
-        self.attention = bool(self.cache.attention_layers)
         self.tokens: list[list[int]] = []
         self.pending = 0
         self.recording = False
@@ -132,12 +131,11 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), as_tensor=st.booleans(), then=THEN)
     def crop(self, data: st.DataObject, as_tensor: bool, then: int) -> None:
-        """As many as may be rejected, or fewer; without attention every row for itself."""
+        """As many as may be rejected, or fewer; with a tensor every row for itself."""
         each = st.integers(0, self.pending)
         rejected = [self.pending - data.draw(each)] * len(self.tokens)
         if as_tensor and rejected:
-            if not self.attention:
-                rejected = [self.pending - data.draw(each) for _ in self.tokens]
+            rejected = [self.pending - data.draw(each) for _ in self.tokens]
             self.cache.crop(-torch.tensor(rejected))
         else:
             self.cache.crop(-rejected[0] if rejected else 0)
@@ -155,6 +153,19 @@ class CacheMachine(RuleBasedStateMachine):
         else:
             self.append_single(draft)
         self.crop(data, True, then)
+
+    @rule(then=THEN)
+    def join(self, then: int) -> None:
+        """Rows of one length are an ordinary cache again; others are refused."""
+        if len({len(row) for row in self.tokens}) > 1:
+            before = Snapshot(self.cache)
+            with pytest.raises(ValueError, match="different numbers of tokens"):
+                self.cache.join_rows()
+            assert before.changes(self.cache) == []
+        else:
+            self.cache.join_rows()
+            assert not self.cache.cursor.ragged
+        self.append_single(then)
 
     @rule(beyond=st.integers(1, 5), per_row=st.booleans())
     def crop_too_far(self, beyond: int, per_row: bool) -> None:
