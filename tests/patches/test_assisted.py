@@ -77,7 +77,7 @@ def test_drafts_longer_than_the_users_cache_can_reject(family: str) -> None:
 @pytest.mark.usefixtures("enabled")
 def test_batches_and_beams() -> None:
     model = tiny("qwen3_5")
-    with pytest.raises(NotImplementedError, match="assistant_early_exit takes one prompt at a time.* a batch of 2"):
+    with pytest.raises(NotImplementedError, match=r"assistant_early_exit takes one prompt at a time.* a batch of 2"):
         generate(model, rows=2, assistant_early_exit=1, prompt_lookup_num_tokens=None, **REPLAY)
     with pytest.raises(ValueError, match=r"cannot be used with .*beam.*leave num_beams at 1"):
         generate(model, num_beams=2, **REPLAY)

@@ -50,8 +50,11 @@ class Rounds:
 
 
 @contextmanager
-def observed(model: Any, replace: Callable[[Any], Any] | None = None) -> Iterator[Rounds]:
-    """Notes what the calls of `generate` within do; ``replace`` gives another drafter in place of the one built."""
+def observed(model: Any, replace: Callable[[Any], Any] | None = None, is_compiled: bool = False) -> Iterator[Rounds]:
+    """Notes what the calls of `generate` within do; ``replace`` gives another drafter in place of the one built.
+
+    Forwards of a model that is compiled are not counted: the hook would be compiled as well.
+    """
     rounds, original = Rounds(), batched._drafter
 
     class Watched:
@@ -78,12 +81,13 @@ def observed(model: Any, replace: Callable[[Any], Any] | None = None) -> Iterato
     def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         rounds.forwards.append(kwargs["input_ids"].shape[1])
 
-    hook = model.register_forward_pre_hook(note, with_kwargs=True)
+    hook = None if is_compiled else model.register_forward_pre_hook(note, with_kwargs=True)
     batched._drafter = build
     try:
         yield rounds
     finally:
-        hook.remove()
+        if hook is not None:
+            hook.remove()
         batched._drafter = original
 
 
@@ -101,12 +105,12 @@ class Oracle:
     def draft(self, rows: Rows, length: int) -> Draft:
         """What comes next, with faults where the pattern has them."""
         self.round += 1
-        places = rows.lengths[:, None] + torch.arange(length)
+        places = rows.lengths[:, None] + torch.arange(length, device=rows.ids.device)
         known = torch.cat([self.truth, self.truth.new_zeros(rows.batch, length)], dim=1)
         tokens = known.gather(1, places.clamp(max=known.shape[1] - 1))
         counts = torch.full_like(rows.lengths, length)
         if self.pattern == "mixed":
-            row = torch.arange(rows.batch)
+            row = torch.arange(rows.batch, device=rows.ids.device)
             counts = (row + self.round) % (length + 1) if self.round % 3 else torch.zeros_like(counts)
             is_wrong = (places + row[:, None]) % 4 == 0
             tokens = torch.where(is_wrong, (tokens + 1) % 90, tokens)

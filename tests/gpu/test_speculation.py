@@ -1,0 +1,88 @@
+"""Assisted generation of batches on a GPU: the tokens of decoding without a cache, also compiled; flat memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.batches import Oracle, observed
+from tests.support.models import FAMILIES, greedy_without_cache, prompt
+from tests.support.speculation import never_right, never_unsure, perturbed
+
+pytestmark = [pytest.mark.usefixtures("enabled"), pytest.mark.no_poison]
+
+PADS, STEPS = [0, 4, 2, 0, 6], 40
+
+
+@pytest.fixture(autouse=True)
+def _full_precision() -> Iterator[None]:
+    """Token identity is a float32 claim: no tf32 anywhere."""
+    allowed = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = allowed
+
+
+def _inputs(seed: int = 0) -> dict[str, torch.Tensor]:
+    return {name: tensor.cuda() for name, tensor in prompt(5, 9, PADS, seed=seed).items()}
+
+
+def _settings(implementation: str, **more: Any) -> dict[str, Any]:
+    return {
+        "max_new_tokens": STEPS,
+        "do_sample": False,
+        "cache_implementation": implementation,
+        "cache_config": {"window": 7, "draft_length": "fixed"},
+        **more,
+    }
+
+
+@pytest.mark.parametrize("implementation", ["replay", "replay_static"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_that_accept_apart(family: str, implementation: str) -> None:
+    """Fixed shapes are compiled by themselves; the second call replays the graphs of the first with another prompt."""
+    cpu = FAMILIES[family]()
+    truths = [
+        greedy_without_cache(cpu, *(tensor.cpu() for tensor in _inputs(seed).values()), STEPS) for seed in range(2)
+    ]
+    model = cpu.cuda()
+    for seed, truth in enumerate(truths):
+        oracle = Oracle(truth.cuda(), 4)
+        is_compiled = implementation == "replay_static"
+        with observed(model, lambda drafter, oracle=oracle: oracle, is_compiled) as rounds:
+            output = model.generate(**_inputs(seed), **_settings(implementation), prompt_lookup_num_tokens=4)
+        assert torch.equal(output.cpu(), truth)
+        rounds_seen = [added - 1 for row in rounds.added for added in row if added]
+        assert max(rounds_seen) >= 2
+        assert 0 in rounds_seen
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_assistant(family: str) -> None:
+    cpu = FAMILIES[family]()
+    truth = greedy_without_cache(cpu, *(tensor.cpu() for tensor in _inputs().values()), STEPS)
+    assistant = perturbed(cpu, 0.03).cuda()
+    model = cpu.cuda()
+    with observed(model) as rounds:
+        output = model.generate(**_inputs(), **_settings("replay"), assistant_model=assistant)
+    assert torch.equal(output.cpu(), truth)
+    rounds.check()
+
+
+@pytest.mark.parametrize("implementation", ["replay", "replay_static"])
+def test_memory_is_flat_over_fifty_calls_with_rejections(implementation: str) -> None:
+    model = FAMILIES["qwen3_5"]().cuda()
+    assistant = never_unsure(never_right(model).cuda())
+    arguments = _settings(implementation, max_new_tokens=12, disable_compile=True)
+    allocated = []
+    for _ in range(50):
+        with observed(model) as rounds:
+            model.generate(**_inputs(), **arguments, assistant_model=assistant)
+        rounds.check(accepting=0)
+        torch.cuda.synchronize()
+        allocated.append(torch.cuda.memory_allocated())
+    assert allocated[-1] == allocated[2]
