@@ -3,12 +3,11 @@
 import triton
 import triton.language as tl
 
-__all__ = ["MIN_RECORDS", "RECORDS", "UNROLL", "exact_product", "record_slot", "saturated"]
+__all__ = ["MIN_RECORDS", "RECORDS", "cut_product", "exact_product", "record_slot", "saturated"]
 
 
 MIN_RECORDS = 16  # records are read in blocks of so many
 RECORDS = tl.constexpr(MIN_RECORDS)  # the same for kernels; also the fewest rows of a matrix product
-UNROLL = tl.constexpr(4)  # records folded per round of the loop, so that their loads are under way together
 
 
 @triton.jit
@@ -84,16 +83,13 @@ def cut(wide):
 
 @triton.jit
 def cut_product(a, b, added):
-    """``added + a @ b`` where ``a`` is float32: products exact, or to 2^-23 beside another float32; sums in float32.
+    """``added + a @ b`` for a float32 ``a``: products exact, sums in float32.
 
-    Its parts go through matrix units as they lie in the threads, if ``a`` is itself made of products.
+    Where ``a`` is made of products itself, its parts enter the matrix units as they lie in the threads.
     """
-    if b.dtype == tl.bfloat16:
+    if b.dtype != tl.bfloat16:
+        high, middle, low = cut(b.to(tl.float32))
+        return cut_product(a, high, cut_product(a, middle, cut_product(a, low, added)))
+    else:
         high, middle, low = cut(a)
         return _narrow_product(high, b, _narrow_product(middle, b, _narrow_product(low, b, added)))
-    elif b.dtype == tl.float32:
-        high, middle, low = cut(a)
-        b_high, b_middle, b_low = cut(b)
-        added = _narrow_product(low, b_high, _narrow_product(middle, b_middle, _narrow_product(high, b_low, added)))
-        return _narrow_product(high, b_high, _narrow_product(middle, b_high, _narrow_product(high, b_middle, added)))
-    return tl.dot(a, b.to(tl.float32), added, input_precision="ieee")

@@ -1,19 +1,23 @@
 """Triton kernels of the Gated DeltaNet replay step.
 
-Two launches per layer and step. With the records ``j`` and the step's own tokens ``s``,
+Two launches per layer and step, and a third where rows may be due. With the records ``j`` and the step's own tokens
+``s``,
 
     d_t = beta_t (v_t - gain_kt (S0^T k_t) - sum_j w_tj d_j - sum_{s < t} w_ts d_s)
     y_t = gain_qt (S0^T q_t) + sum_j u_tj d_j + sum_{s <= t} u_ts d_s
 
 - ``_prepare``, one program per row and value heads of one key head, reduces what the heads share (keys, queries,
-  decays) to the gains, which take in the norms of ``k`` and ``q``, and the coefficients ``w`` and ``u``, and appends
-  the new records. It does not touch the state.
-- ``_step``, one program per row, value head and block of the head's channels, reads its block of the checkpoint once
-  and appends the new ``d``. In rows that are due it folds the records into the block as well, by the recurrence, from
-  the inputs alone, and writes it back; the output of such a row is read from the checkpoint before the fold, where the
-  same formula holds.
+  decays) to the gains, which take in the norms of ``k`` and ``q``, and the coefficients ``w`` and ``u``, appends the
+  new keys, decays and rates, and in rows that are due solves for what the fold needs (`fold.solve`).
+- ``_step``, one program per row, value head and block of the head's channels, streams its block of the checkpoint
+  through registers or shared memory (`read`), combines the answers with those of the records and appends ``v`` and
+  ``d``. It only reads the checkpoint: also in rows that are due, where the same formula holds before the fold.
+- `fold.fold` then folds the records of the rows that are due, from the inputs alone. In a launch of its own, since the
+  step streams with many registers and few programs, while a fold waits long and wants many programs; few rows are due
+  at a time, and inside the step they would hold up the programs that wait behind them.
 
-Everything is computed in float32, without matrix units: the step is bound by memory.
+Everything is computed in float32; products on matrix units are exact where one side is bfloat16, else of three products
+of tf32 each. One token is answered without them, since its step is bound by memory.
 """
 
 from collections.abc import Callable
@@ -22,10 +26,19 @@ import torch
 import triton
 import triton.language as tl
 
+from replay_transformers.kernels.gated_delta.fold import SOLUTION, solve
+from replay_transformers.kernels.gated_delta.fold import fold as _fold
+from replay_transformers.kernels.gated_delta.read import (
+    answers_to_many,
+    answers_to_one,
+    halves,
+    product,
+    read_chunk,
+)
 from replay_transformers.kernels.gated_delta.update import NORM_EPSILON, update
 from replay_transformers.kernels.launch import choose, on_their_device
 from replay_transformers.kernels.parts import run_in_parts
-from replay_transformers.kernels.tiles import MIN_RECORDS, UNROLL, record_slot, saturated
+from replay_transformers.kernels.tiles import MIN_RECORDS, RECORDS, exact_product, record_slot
 from replay_transformers.kernels.validation import (
     POINTERS,
     check_groups,
@@ -36,21 +49,26 @@ from replay_transformers.kernels.validation import (
 
 __all__ = ["replay_step", "update"]
 
+LEAST_CHANNELS, LEAST_DEPTH = 16, 16  # of products on matrix units
+DEPTH = 256  # bytes of the state that a thread has under way, where there is one token
+CHUNK, STAGES = 16, 3  # rows of the state per matrix product, and how many products are under way
+# of the fold: channels and warps of a program, states per product, programs at most, rows that they share
+FOLD_BLOCK, FOLD_WARPS, FOLD_PART, FOLD_PROGRAMS, FOLD_LIST = 16, 1, 64, 4224, 256
+
 
 @triton.jit
 def _prepare(
-    q, k, v, g, beta,
-    ring_k, ring_v, ring_g, ring_beta,
+    q, k, g, beta,
+    ring_k, ring_g, ring_beta,
     base, committed, pending, folds,
-    cursor, coefficient, own_coefficient, gain, key_norm,
+    cursor, coefficient, own_coefficient, gain, solution,
     q_row, q_token, q_head, q_state,
     k_row, k_token, k_head, k_state,
-    v_row, v_token, v_head, v_channel,
     g_row, g_token, g_head,
     beta_row, beta_token, beta_head,
     query_scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
-    SHARE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
+    SHARE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     """SHARE: value heads per program, all of one key head; BLOCK_R: at least the records of any row."""
@@ -65,96 +83,93 @@ def _prepare(
         count = tl.load(folds + row).to(tl.int32)
 
     # all loads come before the first store, which they might alias as far as the compiler knows
-    age, token = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_T)
-    i, p, h = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_H)
-    live, k_ok, p_ok, token_ok, h_ok = age < past, i < STATES, p < WIDTH, token < TOKENS, h < SHARE
+    age, c, i = tl.arange(0, BLOCK_R), tl.arange(0, 2 * BLOCK_T), tl.arange(0, BLOCK_K)
+    token, is_key = c // 2, c % 2 == 0  # of each token a key, then a query
+    live, k_ok, token_ok = age < past, i < STATES, token < TOKENS
     slot, own_slot = record_slot(start, age, CAPACITY), record_slot(start, past + token, CAPACITY)
-    key_row = row * (HEADS // GROUP) + key_head
-    key_ring = ring_k + key_row * (CAPACITY * STATES)
-    head = share * SHARE + h
-    corner = row * HEADS + share * SHARE
-    decays = ring_g + corner * CAPACITY + h[:, None] * CAPACITY
-    own_k_ok, own_h_ok = token_ok[:, None] & k_ok[None, :], h_ok[:, None] & token_ok[None, :]
-    own_p_ok = own_h_ok[:, :, None] & p_ok[None, None, :]
-    keys = tl.load(key_ring + (slot[:, None] * STATES + i[None, :]), mask=live[:, None] & k_ok[None, :], other=0.0)
-    log = tl.load(decays + slot[None, :], mask=h_ok[:, None] & live[None, :], other=0.0)
     later_slot, later_live = record_slot(start, age + 1, CAPACITY), age + 1 < past
-    later = tl.load(decays + later_slot[None, :], mask=h_ok[:, None] & later_live[None, :], other=0.0)
+    key_ring = ring_k + (row * (HEADS // GROUP) + key_head) * (CAPACITY * STATES)
     new_k, new_q = k + row * k_row + key_head * k_head, q + row * q_row + key_head * q_head
-    own_k = tl.load(new_k + (token[:, None] * k_token + i[None, :] * k_state), mask=own_k_ok, other=0.0)
-    own_q = tl.load(new_q + (token[:, None] * q_token + i[None, :] * q_state), mask=own_k_ok, other=0.0)
-    own_log = tl.load(g + row * g_row + (head[:, None] * g_head + token[None, :] * g_token), mask=own_h_ok, other=0.0)
-    own_beta = tl.load(
-        beta + row * beta_row + (head[:, None] * beta_head + token[None, :] * beta_token), mask=own_h_ok, other=0.0
-    )
-    own_v = tl.load(
-        v + row * v_row
-        + (head[:, None, None] * v_head + token[None, :, None] * v_token + p[None, None, :] * v_channel),
-        mask=own_p_ok, other=0.0,
-    )  # fmt: skip
+    own_ok = (is_key & token_ok)[:, None] & k_ok[None, :]
+    query_ok = (~is_key & token_ok)[:, None] & k_ok[None, :]
+    keys = tl.load(key_ring + (slot[:, None] * STATES + i[None, :]), mask=live[:, None] & k_ok[None, :], other=0.0)
+    own_k = tl.load(new_k + (token[:, None] * k_token + i[None, :] * k_state), mask=own_ok, other=0.0)
+    own_q = tl.load(new_q + (token[:, None] * q_token + i[None, :] * q_state), mask=query_ok, other=0.0)
+    logs, later_logs, own_logs, own_rates = (), (), (), ()
+    for h in tl.static_range(SHARE):
+        head = share * SHARE + h
+        log_ring = ring_g + (row * HEADS + head) * CAPACITY
+        logs += (tl.load(log_ring + slot, mask=live, other=0.0),)  # type: ignore[assignment]
+        later_logs += (tl.load(log_ring + later_slot, mask=later_live, other=0.0),)  # type: ignore[assignment]
+        for t in tl.static_range(TOKENS):
+            own_logs += (tl.load(g + row * g_row + head * g_head + t * g_token),)  # type: ignore[assignment]
+            own_rates += (tl.load(beta + row * beta_row + head * beta_head + t * beta_token),)  # type: ignore[assignment]
 
-    # log-decays by age [heads, ages]; `later` is shifted by one age, so that its sums from the right leave out the own
-    keys = keys.to(tl.float32)
-    norm = tl.rsqrt(tl.sum(keys * keys, 1) + NORM_EPSILON)
-    wide_k, wide_q = own_k.to(tl.float32), own_q.to(tl.float32)
-    own_norm = tl.rsqrt(tl.sum(wide_k * wide_k, 1) + NORM_EPSILON)
-    after = tl.cumsum(later, 1, reverse=True)
-    total = tl.sum(log, 1)
-    out = coefficient + corner * (2 * TOKENS * BLOCK_R) + (h[:, None] * (2 * TOKENS * BLOCK_R) + age[None, :])
-    own_out = own_coefficient + corner * (2 * TOKENS * BLOCK_T) + (h[:, None] * (2 * TOKENS * BLOCK_T) + token[None, :])
-    for t in tl.static_range(TOKENS):
-        key = tl.sum(tl.where((token == t)[:, None], wide_k, 0.0), 0)
-        query = tl.sum(tl.where((token == t)[:, None], wide_q, 0.0), 0)
-        norm_k = tl.rsqrt(tl.sum(key * key, 0) + NORM_EPSILON)
-        norm_q = tl.rsqrt(tl.sum(query * query, 0) + NORM_EPSILON) * query_scale
-        since = tl.sum(tl.where((token <= t)[None, :], own_log, 0.0), 1)
-        decay = tl.where(live[None, :], tl.exp(after + since[:, None]) * norm[None, :], 0.0)
-        score_k, score_q = tl.sum(keys * key[None, :], 1) * norm_k, tl.sum(keys * query[None, :], 1) * norm_q
-        tl.store(out + 2 * t * BLOCK_R, decay * score_k[None, :], mask=h_ok[:, None])
-        tl.store(out + (2 * t + 1) * BLOCK_R, decay * score_q[None, :], mask=h_ok[:, None])
-        gains = gain + corner * (2 * TOKENS) + (h * (2 * TOKENS) + t)
-        tl.store(gains, tl.exp(total + since) * norm_k, mask=h_ok)
-        tl.store(gains + TOKENS, tl.exp(total + since) * norm_q, mask=h_ok)
-        # the step's own tokens s <= t: logs of the tokens after s, up to t
-        between = tl.zeros([BLOCK_H, BLOCK_T], tl.float32)
-        if TOKENS > 1:
-            inside = (token[None, :] > token[:, None]) & (token <= t)[None, :]
-            between = tl.sum(tl.where(inside[None, :, :], own_log[:, None, :], 0.0), 2)
-        decay = tl.where((token <= t)[None, :], tl.exp(between) * own_norm[None, :], 0.0)
-        own_score_k = tl.where(token < t, tl.sum(wide_k * key[None, :], 1) * norm_k, 0.0)
-        own_score_q = tl.sum(wide_k * query[None, :], 1) * norm_q
-        tl.store(own_out + 2 * t * BLOCK_T, decay * own_score_k[None, :], mask=h_ok[:, None])
-        tl.store(own_out + (2 * t + 1) * BLOCK_T, decay * own_score_q[None, :], mask=h_ok[:, None])
+    # keys and queries of the step against the keys of records and of the step
+    vectors = tl.where(is_key[:, None], own_k, own_q)
+    scores = exact_product(vectors, tl.trans(keys), tl.zeros([2 * BLOCK_T, BLOCK_R], tl.float32))
+    own_scores = exact_product(vectors, tl.trans(vectors), tl.zeros([2 * BLOCK_T, 2 * BLOCK_T], tl.float32))
+    wide = keys.to(tl.float32)
+    norm = tl.rsqrt(tl.sum(wide * wide, 1) + NORM_EPSILON)
+    squares = tl.where(c[:, None] == c[None, :], own_scores, 0.0)
+    norm_c = tl.rsqrt(tl.sum(squares, 1) + NORM_EPSILON) * tl.where(is_key, 1.0, query_scale)
+    scores *= norm_c[:, None] * tl.where(live, norm, 0.0)[None, :]
+    own_scores *= norm_c[:, None] * tl.rsqrt(tl.sum(squares, 0) + NORM_EPSILON)[None, :]
+    # a key is answered by the tokens before it, a query by its own token as well
+    before = (token[None, :] < token[:, None]) | ((token[None, :] == token[:, None]) & ~is_key[:, None])
+    own_scores = tl.where(before, own_scores, 0.0)
 
-    # append
-    tl.store(decays + own_slot[None, :], own_log, mask=own_h_ok)
-    tl.store(ring_beta + corner * CAPACITY + (h[:, None] * CAPACITY + own_slot[None, :]), own_beta, mask=own_h_ok)
-    place = corner * (CAPACITY * WIDTH) + (h[:, None, None] * (CAPACITY * WIDTH) + own_slot[None, :, None] * WIDTH)
-    tl.store(ring_v + place + p[None, None, :], own_v, mask=own_p_ok)
+    for h in tl.static_range(SHARE):
+        corner = row * HEADS + share * SHARE + h
+        since, between = tl.zeros([2 * BLOCK_T], tl.float32), tl.zeros([2 * BLOCK_T, 2 * BLOCK_T], tl.float32)
+        for t in tl.static_range(TOKENS):
+            log = own_logs[h * TOKENS + t]
+            since += tl.where(token >= t, log, 0.0)
+            if TOKENS > 1:
+                between += tl.where((token[:, None] >= t) & (token[None, :] < t), log, 0.0)
+            tl.store(ring_g + corner * CAPACITY + record_slot(start, past + t, CAPACITY), log)
+            tl.store(ring_beta + corner * CAPACITY + record_slot(start, past + t, CAPACITY), own_rates[h * TOKENS + t])
+        # two decays: neither exceeds 1; `later` is shifted by one age, so that its sums leave out the own log
+        since = tl.exp(since)
+        after = tl.where(live, tl.exp(tl.cumsum(later_logs[h], 0, reverse=True)), 0.0)
+        out = coefficient + corner * (2 * TOKENS * BLOCK_R) + (c[:, None] * BLOCK_R + age[None, :])
+        tl.store(out, scores * since[:, None] * after[None, :], mask=token_ok[:, None])
+        out = own_coefficient + corner * (2 * TOKENS * BLOCK_T) + (c[:, None] * BLOCK_T + token[None, :])
+        tl.store(out, own_scores * tl.exp(between), mask=token_ok[:, None] & is_key[None, :])
+        gains = gain + corner * (2 * TOKENS) + tl.where(is_key, token, TOKENS + token)
+        tl.store(gains, tl.exp(tl.sum(logs[h], 0)) * since * norm_c, mask=token_ok)
+
     if share * SHARE % GROUP == 0:
-        tl.store(key_ring + (own_slot[:, None] * STATES + i[None, :]), own_k, mask=own_k_ok)
-        if FOLD:
-            if count > 0:
-                tl.store(key_norm + key_row * BLOCK_R + age, norm)
+        tl.store(key_ring + (own_slot[:, None] * STATES + i[None, :]), own_k, mask=own_ok)
     if share == 0:
         tl.store(cursor + row * 3, start)
         tl.store(cursor + row * 3 + 1, past)
         tl.store(cursor + row * 3 + 2, count)
+    if FOLD:
+        for h in tl.range(0, tl.where(count > 0, SHARE, 0), num_stages=1):
+            corner = row * HEADS + share * SHARE + h
+            solve(
+                key_ring, ring_g + corner * CAPACITY, ring_beta + corner * CAPACITY,
+                solution + corner * (BLOCK_R // RECORDS * SOLUTION), start, count, STATES, CAPACITY, BLOCK_K,
+            )  # fmt: skip
 
 
 @triton.jit
 def _step(
-    state, q, k, v, beta, ring_k, ring_v, ring_g, ring_beta, ring_d,
-    coefficient, own_coefficient, gain, key_norm, cursor, y,
+    state, q, k, v, beta, ring_v, ring_d,
+    coefficient, own_coefficient, gain, cursor, y,
     q_row, q_token, q_head, q_state,
     k_row, k_token, k_head, k_state,
     v_row, v_token, v_head, v_channel,
     beta_row, beta_token, beta_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, AGES: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, FOLD: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
+    """ROWS, CHUNK, STAGES: how the state is read, see `read`; AGES: records that are read at a time."""
     tiles: tl.constexpr = (WIDTH + BLOCK_V - 1) // BLOCK_V
+    most: tl.constexpr = RECORDS // 2 if TOKENS > 1 else 1
     first = (tl.program_id(0) % tiles) * BLOCK_V
     row_head = (tl.program_id(0) // tiles).to(tl.int64)
     head = ((tl.program_id(0) // tiles) % HEADS).to(tl.int32)
@@ -162,73 +177,81 @@ def _step(
     key_head = head // GROUP
 
     # addresses: int64 for the corner of a block, int32 inside it
-    i, p, token, age = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_T), tl.arange(0, AGES)
-    p_ok, k_ok, token_ok = first + p < WIDTH, i < STATES, token < TOKENS
+    p, token, age = tl.arange(0, BLOCK_V), tl.arange(0, most), tl.arange(0, AGES)
+    p_ok, token_ok = first + p < WIDTH, token < TOKENS
     out_ok = token_ok[:, None] & p_ok[None, :]
-    block = state + (row_head * (STATES * WIDTH) + first) + (i[:, None] * WIDTH + p[None, :])
-    block_ok = k_ok[:, None] & p_ok[None, :]
-    s = tl.load(block, mask=block_ok, other=0.0).to(tl.float32)
-    corner = row_head * (CAPACITY * WIDTH) + first
-    # what the state should answer to the keys, and what is known of the answers to the queries
-    wanted = tl.load(
-        v + row * v_row + head * v_head + (token[:, None] * v_token + (first + p)[None, :] * v_channel),
-        mask=out_ok, other=0.0,
-    ).to(tl.float32)  # fmt: skip
-    answer = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
+    block = state + (row_head * (STATES * WIDTH) + first)
+    records = row_head * (CAPACITY * WIDTH) + first
+    new_k, new_q = k + row * k_row + key_head * k_head, q + row * q_row + key_head * q_head
+    new_v = v + row * v_row + head * v_head + (token[:, None] * v_token + (first + p)[None, :] * v_channel)
+    factors = coefficient + row_head * (2 * TOKENS * BLOCK_R)
+    gains = gain + row_head * (2 * TOKENS) + token
+    start, past = tl.load(cursor + row * 3), tl.load(cursor + row * 3 + 1)
+
+    # what checkpoint and records answer to the keys and to the queries
+    if TOKENS == 1:
+        # of the state as much as registers hold is under way before anything waits for the cursor
+        chunk = read_chunk(block, new_k, new_q, k_state, q_state, 0, p_ok, WIDTH, STATES, BLOCK_V, ROWS)
+        value = tl.load(new_v, mask=out_ok, other=0.0)
+        d = _deltas(ring_d + records, start, past, age, p, p_ok, WIDTH, CAPACITY)
+        known_k = tl.sum(d.to(tl.float32) * tl.load(factors + age)[:, None], 0)
+        known_q = tl.sum(d.to(tl.float32) * tl.load(factors + (BLOCK_R + age))[:, None], 0)
+        carried_k, carried_q = answers_to_one(
+            chunk, block, new_k, new_q, k_state, q_state, p_ok, WIDTH, STATES, BLOCK_V, BLOCK_K, ROWS
+        )
+        for begin in tl.static_range(AGES, BLOCK_R, AGES):
+            d = _deltas(ring_d + records, start, past, begin + age, p, p_ok, WIDTH, CAPACITY)
+            known_k += tl.sum(d.to(tl.float32) * tl.load(factors + (begin + age))[:, None], 0)
+            known_q += tl.sum(d.to(tl.float32) * tl.load(factors + (BLOCK_R + begin + age))[:, None], 0)
+        answer_k = (tl.load(gain + row_head * 2) * carried_k + known_k)[None, :]
+        answer_q = (tl.load(gain + row_head * 2 + 1) * carried_q + known_q)[None, :]
+    else:
+        value = tl.load(new_v, mask=out_ok, other=0.0)
+        carried_k, carried_q = answers_to_many(
+            block, new_k, new_q, k_token, k_state, q_token, q_state, p_ok,
+            WIDTH, STATES, BLOCK_V, BLOCK_K, TOKENS, CHUNK, STAGES,
+        )  # fmt: skip
+        answer_k = tl.load(gains, mask=token_ok, other=0.0)[:, None] * carried_k
+        answer_q = tl.load(gains + TOKENS, mask=token_ok, other=0.0)[:, None] * carried_q
+        for begin in tl.static_range(0, BLOCK_R, AGES):
+            d = _deltas(ring_d + records, start, past, begin + age, p, p_ok, WIDTH, CAPACITY)
+            known_k, known_q = halves(
+                product(_factors(factors + (begin + age)[None, :], BLOCK_R, TOKENS), d, 0.0), BLOCK_V
+            )
+            answer_k, answer_q = answer_k + known_k, answer_q + known_q
     rate = tl.load(beta + row * beta_row + head * beta_head + token * beta_token, mask=token_ok, other=0.0)
     rate = rate.to(tl.float32)
-    start, past = tl.load(cursor + row * 3), tl.load(cursor + row * 3 + 1)
-    gains = gain + row_head * (2 * TOKENS) + token
-    gain_k, gain_q = tl.load(gains, mask=token_ok, other=0.0), tl.load(gains + TOKENS, mask=token_ok, other=0.0)
-    factors = coefficient + row_head * (2 * TOKENS * BLOCK_R) + age
-    for begin in tl.static_range(0, BLOCK_R, AGES):
-        slot = record_slot(start, tl.minimum(begin + age, CAPACITY), CAPACITY)
-        live = begin + age < past
-        d = tl.load(
-            ring_d + corner + (slot[:, None] * WIDTH + p[None, :]), mask=live[:, None] & p_ok[None, :], other=0.0
-        ).to(tl.float32)
-        for t in tl.static_range(TOKENS):
-            known_k = tl.sum(d * tl.load(factors + (2 * t * BLOCK_R + begin))[:, None], 0)
-            known_q = tl.sum(d * tl.load(factors + ((2 * t + 1) * BLOCK_R + begin))[:, None], 0)
-            wanted -= tl.where((token == t)[:, None], known_k[None, :], 0.0)
-            answer += tl.where((token == t)[:, None], known_q[None, :], 0.0)
-    for t in tl.static_range(TOKENS):
-        key = tl.load(k + row * k_row + key_head * k_head + (t * k_token + i * k_state), mask=k_ok, other=0.0)
-        query = tl.load(q + row * q_row + key_head * q_head + (t * q_token + i * q_state), mask=k_ok, other=0.0)
-        carried_k = tl.sum(s * key.to(tl.float32)[:, None], 0)
-        carried_q = tl.sum(s * query.to(tl.float32)[:, None], 0)
-        wanted -= tl.where((token == t)[:, None], carried_k[None, :] * gain_k[:, None], 0.0)
-        answer += tl.where((token == t)[:, None], carried_q[None, :] * gain_q[:, None], 0.0)
     # forward substitution among the step's own tokens
     weights = own_coefficient + row_head * (2 * TOKENS * BLOCK_T) + token * (2 * BLOCK_T)
-    deltas = rate[:, None] * wanted
+    deltas = rate[:, None] * (value.to(tl.float32) - answer_k)
     for t in tl.static_range(TOKENS):
         delta = tl.sum(tl.where((token == t)[:, None], deltas, 0.0), 0)
         if t + 1 < TOKENS:
             deltas -= (tl.load(weights + t, mask=token_ok, other=0.0) * rate)[:, None] * delta[None, :]
-        answer += tl.load(weights + BLOCK_T + t, mask=token_ok, other=0.0)[:, None] * delta[None, :]
+        answer_q += tl.load(weights + BLOCK_T + t, mask=token_ok, other=0.0)[:, None] * delta[None, :]
     out = y + (row * TOKENS * HEADS + head) * WIDTH + first + (token[:, None] * (HEADS * WIDTH) + p[None, :])
-    tl.store(out, answer.to(y.dtype.element_ty), mask=out_ok)
+    tl.store(out, answer_q.to(y.dtype.element_ty), mask=out_ok)
     own_slot = record_slot(start, past + token, CAPACITY)
-    place = ring_d + corner + (own_slot[:, None] * WIDTH + p[None, :])
-    tl.store(place, deltas.to(ring_d.dtype.element_ty), mask=out_ok)
+    place = records + (own_slot[:, None] * WIDTH + p[None, :])
+    tl.store(ring_v + place, value, mask=out_ok)
+    tl.store(ring_d + place, deltas.to(ring_d.dtype.element_ty), mask=out_ok)
 
-    if FOLD:
-        count = tl.load(cursor + row * 3 + 2)
-        if count > 0:
-            key_row = row * (HEADS // GROUP) + key_head
-            keys = ring_k + key_row * (CAPACITY * STATES)
-            norms = key_norm + key_row * BLOCK_R
-            for j in tl.range(0, count, loop_unroll_factor=UNROLL):
-                record_at = record_slot(start, j, CAPACITY)
-                old_key = tl.load(keys + record_at * STATES + i, mask=k_ok, other=0.0).to(tl.float32)
-                old_key *= tl.load(norms + j)
-                old_value = tl.load(ring_v + corner + record_at * WIDTH + p, mask=p_ok, other=0.0).to(tl.float32)
-                old_rate = tl.load(ring_beta + row_head * CAPACITY + record_at).to(tl.float32)
-                decay = tl.exp(tl.load(ring_g + row_head * CAPACITY + record_at))
-                old_delta = old_rate * (old_value - tl.sum(s * old_key[:, None], 0) * decay)
-                s = s * decay + old_key[:, None] * old_delta[None, :]
-            tl.store(block, saturated(s, state.dtype.element_ty), mask=block_ok)
+
+@triton.jit
+def _deltas(records, start, past, age, p, p_ok, WIDTH: tl.constexpr, CAPACITY: tl.constexpr):
+    """``d`` of the records of some ages, zeros where there are none."""
+    slot = record_slot(start, tl.minimum(age, CAPACITY), CAPACITY)
+    ok = (age < past)[:, None] & p_ok[None, :]
+    return tl.load(records + (slot[:, None] * WIDTH + p[None, :]), mask=ok, other=0.0)
+
+
+@triton.jit
+def _factors(place, BLOCK_R: tl.constexpr, TOKENS: tl.constexpr):
+    """Coefficients of some records, as rows of a matrix product: the keys' in the upper half, the queries' below."""
+    half: tl.constexpr = RECORDS // 2
+    m = tl.arange(0, RECORDS)
+    token = m % half
+    return tl.load(place + ((2 * token + m // half) * BLOCK_R)[:, None], mask=(token < TOKENS)[:, None], other=0.0)
 
 
 @on_their_device
@@ -256,29 +279,41 @@ def _launch(
     block_r, block_t = power_of_two(max(max_records, MIN_RECORDS)), power_of_two(tokens)
     chosen = choose("gated_delta", device, rows * heads, tokens, width, states)
     share, block_v = heads_per_program(chosen.share, group), min(chosen.block, power_of_two(width))
+    block_v, block_k = max(block_v, LEAST_CHANNELS), max(power_of_two(states), LEAST_DEPTH)
+    under_way = max(1, min(block_k, chosen.warps * 32 * DEPTH // (state.itemsize * block_v)))
 
     def scratch(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device=device)
 
     cursor = torch.empty(rows, 3, dtype=torch.int32, device=device)
     coefficient, own = scratch(rows, heads, tokens, 2, block_r), scratch(rows, heads, tokens, 2, block_t)
-    gain, norm = scratch(rows, heads, 2, tokens), scratch(rows, key_heads, block_r) if fold else scratch(1)
+    gain = scratch(rows, heads, 2, tokens)
+    solution = scratch(rows, heads, block_r // MIN_RECORDS, SOLUTION.value) if fold else scratch(1)
     y = torch.empty(rows, tokens, heads, width, dtype=q.dtype, device=device)
     sizes = {
-        "HEADS": heads, "GROUP": group, "WIDTH": width, "STATES": states, "CAPACITY": ring_k.shape[2],
-        "BLOCK_K": power_of_two(states), "BLOCK_R": block_r, "TOKENS": tokens, "BLOCK_T": block_t, "FOLD": fold,
+        "HEADS": heads, "GROUP": group, "STATES": states, "CAPACITY": ring_k.shape[2], "BLOCK_K": block_k,
+        "BLOCK_R": block_r,
     }  # fmt: skip
     _prepare[(rows * (heads // share),)](
-        q, k, v, g, beta, ring_k, ring_v, ring_g, ring_beta, base, committed, pending, folds,
-        cursor, coefficient, own, gain, norm,
-        *q.stride(), *k.stride(), *v.stride(), *g.stride(), *beta.stride(), states**-0.5,
-        SHARE=share, BLOCK_H=power_of_two(share), BLOCK_V=power_of_two(width), **sizes, num_warps=chosen.share_warps,
+        q, k, g, beta, ring_k, ring_g, ring_beta, base, committed, pending, folds,
+        cursor, coefficient, own, gain, solution,
+        *q.stride(), *k.stride(), *g.stride(), *beta.stride(), states**-0.5,
+        SHARE=share, TOKENS=tokens, BLOCK_T=block_t, FOLD=fold, **sizes, num_warps=chosen.share_warps,
     )  # fmt: skip
     _step[(rows * heads * triton.cdiv(width, block_v),)](
-        state, q, k, v, beta, ring_k, ring_v, ring_g, ring_beta, ring_d, coefficient, own, gain, norm, cursor, y,
+        state, q, k, v, beta, ring_v, ring_d, coefficient, own, gain, cursor, y,
         *q.stride(), *k.stride(), *v.stride(), *beta.stride(),
-        BLOCK_V=block_v, AGES=MIN_RECORDS, **sizes, num_warps=chosen.warps,
+        WIDTH=width, BLOCK_V=block_v, AGES=MIN_RECORDS, TOKENS=tokens, BLOCK_T=block_t,
+        ROWS=under_way, CHUNK=min(CHUNK, block_k), STAGES=STAGES, **sizes, num_warps=chosen.warps,
     )  # fmt: skip
+    if fold:
+        block_v = min(FOLD_BLOCK, max(power_of_two(width), LEAST_CHANNELS))
+        pieces, lists = rows * heads * triton.cdiv(width, block_v), triton.cdiv(rows, FOLD_LIST)
+        _fold[(triton.cdiv(min(FOLD_PROGRAMS, pieces), lists), lists)](
+            state, ring_k, ring_v, solution, cursor, folds, rows,
+            WIDTH=width, BLOCK_V=block_v, PART=min(FOLD_PART, block_k), LIST=FOLD_LIST,
+            **sizes, num_warps=FOLD_WARPS,
+        )  # fmt: skip
     return y
 
 

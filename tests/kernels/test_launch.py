@@ -16,7 +16,8 @@ from replay_transformers.kernels.launch import Launch, choose
 from replay_transformers.kernels.launch_table import DEFAULT, OPERATORS, Entry, find
 
 CPU = torch.device("cpu")
-MOST_VALUES_PER_THREAD = 128  # of the state, in float32; a thread has 255 registers
+# of the state, in float32, per thread, which has 255 registers; Gated DeltaNet streams it
+MOST_VALUES_PER_THREAD = {"mamba2": 128, "gated_delta": 512, "causal_conv": 128}
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +84,7 @@ def test_every_entry_suits_the_kernels() -> None:
     assert {line.operator for line in entries if line.gpu == DEFAULT} == set(OPERATORS)
     for line in entries:
         registers = line.launch.block * max(line.state_dim, 1) // (32 * line.launch.warps)
-        assert registers <= MOST_VALUES_PER_THREAD, line
+        assert registers <= MOST_VALUES_PER_THREAD[line.operator], line
         assert line.launch.block >= 4, line
 
 

@@ -1,0 +1,139 @@
+"""The fold of the rows that are due: from the inputs, the checkpoint read once and written once.
+
+The records are folded in blocks of 16. With ``n_j`` the inverse norm of the key ``k_j`` and ``G_j`` the log-decay since
+the block's beginning, the corrections of a block solve
+
+    (I + A) d = beta (v - exp(G) n (S^T k)),    A_ij = beta_i exp(G_i - G_j) n_i n_j (k_i . k_j) for j < i
+
+and the state becomes ``exp(G_last) S + sum_j k_j (x) w_j`` with ``w_j = exp(G_last - G_j) n_j d_j``. Since
+``w = P (v - exp(G) n (S^T k))`` with a matrix ``P`` that the head's channels share, `solve` finds it once per head, in
+the kernel that prepares the step; `fold` is a launch of its own after the step.
+
+Few rows are due in a step, sometimes none and sometimes all: every program of `fold` reads which, and takes its share
+of their tiles. Rows that are not due cost nothing, and those that are due keep the whole GPU busy.
+"""
+
+import triton
+import triton.language as tl
+
+from replay_transformers.kernels.gated_delta.update import NORM_EPSILON
+from replay_transformers.kernels.tiles import MIN_RECORDS, RECORDS, cut_product, exact_product, record_slot, saturated
+
+__all__ = ["SOLUTION", "fold", "solve"]
+
+# floats per block of records: the matrix, gains of the state, its decay
+SOLUTION = tl.constexpr(MIN_RECORDS * (MIN_RECORDS + 2))
+
+
+@triton.jit
+def _inverse(a):
+    """Of ``I + a``, ``a`` strictly lower triangular, by forward substitution."""
+    i, j = tl.arange(0, RECORDS)[:, None], tl.arange(0, RECORDS)[None, :]
+    inverse = tl.where(i == j, 1.0, 0.0)
+    for done in tl.range(0, RECORDS - 1):
+        column = tl.sum(tl.where(j == done, a, 0.0), 1)
+        row = tl.sum(tl.where(i == done, inverse, 0.0), 0)
+        inverse -= column[:, None] * row[None, :]
+    return inverse
+
+
+@triton.jit
+def solve(
+    keys, logs, rates, solution, start, count,
+    STATES: tl.constexpr, CAPACITY: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """What `fold` needs to know about the ``count`` oldest records of a head."""
+    age, k = tl.arange(0, RECORDS), tl.arange(0, BLOCK_K)
+    i, j = age[:, None], age[None, :]
+    for first in tl.range(0, count, RECORDS, num_stages=1):
+        live = first + age < count
+        slot = record_slot(start, tl.minimum(first + age, CAPACITY), CAPACITY)
+        next_slot = record_slot(start, tl.minimum(first + age + 1, CAPACITY), CAPACITY)
+        key_ok = live[:, None] & (k < STATES)[None, :]
+        key = tl.load(keys + (slot[:, None] * STATES + k[None, :]), mask=key_ok, other=0.0)
+        log = tl.load(logs + slot, mask=live, other=0.0)
+        later = tl.load(logs + next_slot, mask=(first + age + 1 < count) & (age + 1 < RECORDS), other=0.0)
+        rate = tl.load(rates + slot, mask=live, other=0.0).to(tl.float32)
+        scores = exact_product(key, tl.trans(key), tl.zeros([RECORDS, RECORDS], tl.float32))
+        # inverse norms by row and by column, and sums of the logs in (j, i] and after j
+        own = tl.where(i == j, scores, 0.0)
+        norm_i, norm_j = tl.rsqrt(tl.sum(own, 1) + NORM_EPSILON), tl.rsqrt(tl.sum(own, 0) + NORM_EPSILON)
+        between = tl.cumsum(tl.where(i > j, log[:, None], 0.0), 0)
+        system = (rate * norm_i)[:, None] * tl.exp(between) * (scores * norm_j[None, :])
+        after = tl.exp(tl.cumsum(later, 0, reverse=True)) * norm_i
+        matrix = after[:, None] * _inverse(tl.where(i > j, system, 0.0)) * rate[None, :]
+        place = solution + first // RECORDS * SOLUTION
+        tl.store(place + (i * RECORDS + j), matrix)
+        tl.store(place + (RECORDS * RECORDS + age), tl.exp(tl.cumsum(log, 0)) * norm_i)
+        tl.store(place + RECORDS * (RECORDS + 1), tl.exp(tl.sum(log, 0)))
+
+
+@triton.jit
+def _tile(
+    block, keys, values, solution, start, count, p_ok,
+    WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """Fold the ``count`` oldest records into ``block``, ``[STATES, BLOCK_V]``.
+
+    It stays in registers, in parts of PART states and transposed: so it enters products as it leaves them.
+    """
+    age, n, p = tl.arange(0, RECORDS), tl.arange(0, PART), tl.arange(0, BLOCK_V)
+    parts = ()
+    for begin in tl.static_range(0, BLOCK_K, PART):
+        ok = (begin + n < STATES)[:, None] & p_ok[None, :]
+        part = tl.load(block + ((begin + n)[:, None] * WIDTH + p[None, :]), mask=ok, other=0.0)
+        parts += (tl.trans(part.to(tl.float32)),)  # type: ignore[assignment]
+    for first in tl.range(0, count, RECORDS, num_stages=1):
+        live = first + age < count
+        slot = record_slot(start, tl.minimum(first + age, CAPACITY), CAPACITY)[:, None]
+        value = tl.load(values + (slot * WIDTH + p[None, :]), mask=live[:, None] & p_ok[None, :], other=0.0)
+        place = solution + first // RECORDS * SOLUTION
+        matrix = tl.load(place + (age[:, None] * RECORDS + age[None, :]))
+        gain = tl.load(place + (RECORDS * RECORDS + age))
+        decay = tl.load(place + RECORDS * (RECORDS + 1))
+        records, answers = (), tl.zeros([BLOCK_V, RECORDS], tl.float32)
+        for begin in tl.static_range(0, BLOCK_K, PART):
+            key_ok = live[:, None] & (begin + n < STATES)[None, :]
+            records += (tl.load(keys + (slot * STATES + (begin + n)[None, :]), mask=key_ok, other=0.0),)  # type: ignore[assignment]
+            # added, here and below, after the product: matrix units truncate where they accumulate
+            answers += cut_product(
+                parts[begin // PART], tl.trans(records[begin // PART]), tl.zeros([BLOCK_V, RECORDS], tl.float32)
+            )
+        wanted = tl.trans(value.to(tl.float32)) - answers * gain[None, :]
+        weighted = cut_product(wanted, tl.trans(matrix), tl.zeros([BLOCK_V, RECORDS], tl.float32))
+        changed = ()
+        for begin in tl.static_range(0, BLOCK_K, PART):
+            change = cut_product(weighted, records[begin // PART], tl.zeros([BLOCK_V, PART], tl.float32))
+            changed += (tl.fma(parts[begin // PART], decay, change),)  # type: ignore[assignment]
+        parts = changed
+    for begin in tl.static_range(0, BLOCK_K, PART):
+        ok = (begin + n < STATES)[:, None] & p_ok[None, :]
+        place = block + ((begin + n)[:, None] * WIDTH + p[None, :])
+        tl.store(place, saturated(tl.trans(parts[begin // PART]), block.dtype.element_ty), mask=ok)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def fold(
+    state, ring_k, ring_v, solution, cursor, folds, rows,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PART: tl.constexpr, LIST: tl.constexpr,
+):  # fmt: skip
+    """LIST: rows whose tiles a program shares with those beside it; PART: rows of a tile that enter one product."""
+    tiles: tl.constexpr = (WIDTH + BLOCK_V - 1) // BLOCK_V
+    listed = tl.program_id(1) * LIST + tl.arange(0, LIST)
+    due = tl.load(folds + listed, mask=listed < rows, other=0) > 0
+    rank = tl.where(due, tl.cumsum(due.to(tl.int32), 0), 0)
+    pieces = tl.max(rank, 0) * (HEADS * tiles)
+    for piece in tl.range(tl.program_id(0), pieces, tl.num_programs(0)):
+        row = tl.sum(tl.where(rank == piece // (HEADS * tiles) + 1, listed, 0), 0).to(tl.int64)
+        head, first = piece // tiles % HEADS, piece % tiles * BLOCK_V
+        row_head = row * HEADS + head
+        start, count = tl.load(cursor + row * 3), tl.load(cursor + row * 3 + 2)
+        keys = ring_k + (row * (HEADS // GROUP) + head // GROUP) * (CAPACITY * STATES)
+        block, values = state + (row_head * (STATES * WIDTH) + first), ring_v + (row_head * (CAPACITY * WIDTH) + first)
+        p_ok = first + tl.arange(0, BLOCK_V) < WIDTH
+        _tile(
+            block, keys, values, solution + row_head * (BLOCK_R // RECORDS * SOLUTION), start, count, p_ok,
+            WIDTH, STATES, CAPACITY, BLOCK_V, BLOCK_K, PART,
+        )  # fmt: skip
