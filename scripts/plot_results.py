@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from benchmarks.plots import plot_bandwidth, plot_generate, plot_speed_up
+from benchmarks.plots import plot_bandwidth, plot_generate, plot_speculative, plot_speed_up
 from benchmarks.results import RESULTS, ROOT
+from benchmarks.speculative_tables import REAL_COLUMNS, SUMMARY_COLUMNS, real, real_rows, speculative_summary, synthetic
 from benchmarks.summary import GENERATE_SUMMARY, KERNEL_SUMMARY, generate_summary, kernel_summary
 from benchmarks.tables import as_markdown
 
@@ -14,11 +15,14 @@ from benchmarks.tables import as_markdown
 def main(
     kernels: Annotated[Path | None, typer.Option(help="By default the newest results/kernels-*.json.")] = None,
     generate: Annotated[Path | None, typer.Option(help="By default the newest results/generate-*.json.")] = None,
+    speculative: Annotated[Path | None, typer.Option(help="By default the newest results/speculative-*.json.")] = None,
     output: Annotated[Path, typer.Option(help="Folder of the plots.")] = ROOT / "docs",
     suffix: Annotated[str, typer.Option(help="svg or png.")] = "svg",
 ) -> None:
     """Draw what there are results for."""
-    for benchmark, path in (("kernels", kernels or newest("kernels")), ("generate", generate or newest("generate"))):
+    given = {"kernels": kernels, "generate": generate, "speculative": speculative}
+    for benchmark, path in given.items():
+        path = path or newest(benchmark)
         if path is None:
             print(f"no results/{benchmark}-*.json")
             continue
@@ -32,6 +36,14 @@ def main(
                 plot_bandwidth(cells, output / f"kernels-bandwidth.{suffix}", where),
             )
             print(f"\n{as_markdown(KERNEL_SUMMARY, kernel_summary(cells))}\n\n{where}\n")
+        elif benchmark == "speculative":
+            known = {key: cell for key, cell in synthetic(cells).items() if cell["status"] == "measured"}
+            if known:
+                report(plot_speculative(known, output / f"speculative-speed-up.{suffix}", where))
+                print(f"\n{as_markdown(SUMMARY_COLUMNS, speculative_summary(known))}")
+            if real(cells):
+                print(f"\n{as_markdown(REAL_COLUMNS, real_rows(real(cells)))}")
+            print(f"\n{where}\n")
         else:
             report(plot_generate(cells, output / f"generate-step.{suffix}", where))
             print(f"\n{as_markdown(GENERATE_SUMMARY, generate_summary(cells))}\n\n{where}\n")

@@ -11,8 +11,9 @@ import typer
 
 import replay_transformers as rt
 from replay_transformers.cli.compare import Settings
-from replay_transformers.cli.loading import load, looks_local
+from replay_transformers.cli.loading import Loaded, load, looks_local
 from replay_transformers.cli.screen import Screen
+from replay_transformers.cli.speculation import SpeculationSettings
 from replay_transformers.samples import SAMPLE_MODELS, sample_model
 
 __all__ = ["app", "main"]
@@ -23,7 +24,9 @@ PROMPTS = (
     'def read_lines(path):\n    """Return the lines of a file."""\n    with open(path) as file:\n        ',
     "import os\nimport sys\n\n\ndef main(argv=None):\n    ",
 )
-DEMO_ROUNDS = 3
+SHORT_PROMPT = "def add(a, b):\n    return a"
+DEMO_ROUNDS, SPECULATION_ROUNDS = 3, 2
+SPECULATION_ROWS = 4
 
 app = typer.Typer(name="replay-transformers", no_args_is_help=True, add_completion=False)
 
@@ -40,6 +43,13 @@ class CacheName(str, Enum):
 
     replay = "replay"
     replay_static = "replay_static"
+
+
+class DraftLengthName(str, Enum):
+    """How long drafts are."""
+
+    fixed = "fixed"
+    adaptive = "adaptive"
 
 
 class DtypeName(str, Enum):
@@ -98,23 +108,44 @@ def demo(
     max_new_tokens: MaxNewTokens = 64,
     window: Window = 16,
     seed: Annotated[int, typer.Option(min=0, help="Which built-in prompt. Decoding itself is greedy.")] = 0,
+    speculate: Annotated[
+        bool, typer.Option("--speculate", help="Compare drafters with plain decoding instead, for one prompt and four.")
+    ] = False,
+    drafts: Annotated[int, typer.Option(min=1, help="With --speculate: tokens of the longest draft.")] = 4,
+    draft_length: Annotated[
+        DraftLengthName, typer.Option(help="With --speculate: always the longest draft, or as many tokens as pay.")
+    ] = DraftLengthName.fixed,
     quiet: Quiet = False,
     only_json: OnlyJson = False,
 ) -> None:
     """Continue a prompt with the stock cache and with a replay cache, and compare tokens, bytes and time.
 
     Runs the small models that ship with the package, in float32 on one CPU thread. Exits with 1 if the tokens differ.
+    With --speculate: a replay cache without and with drafters (prompt lookup, an assistant, the model's MTP head).
     """
     text = PROMPTS[seed % len(PROMPTS)] if prompt is None else prompt
     settings = Settings(max_new_tokens=max_new_tokens, window=window, rounds=DEMO_ROUNDS)
+    drafting = SpeculationSettings(
+        max_new_tokens, window, drafts=drafts, length=draft_length.value, rounds=SPECULATION_ROUNDS
+    )
     screen = Screen(quiet=quiet, only_json=only_json)
     with screen.errors(), _one_thread():
         for sample in [model] if model else SampleName:
-            folder = rt.sample_model(sample.value)
-            with screen.loading(folder):
-                loaded = load(folder, "float32", "cpu")
-            screen.compare(loaded, text, settings)
+            loaded = _load_sample(screen, sample.value)
+            if not speculate:
+                screen.compare(loaded, text, settings)
+                continue
+            assistant = _load_sample(screen, f"{sample.value}_draft").model
+            batch = [text, *(other for other in (*PROMPTS, SHORT_PROMPT) if other != text)][:SPECULATION_ROWS]
+            for prompts in ([text], batch):
+                screen.speculate(loaded, assistant, prompts, drafting)
     screen.finish()
+
+
+def _load_sample(screen: Screen, name: str) -> Loaded:
+    folder = rt.sample_model(name)
+    with screen.loading(folder):
+        return load(folder, "float32", "cpu")
 
 
 @app.command()

@@ -18,6 +18,13 @@ from transformers.generation.streamers import BaseStreamer
 from replay_transformers.cli.compare import Comparison, Settings, compare
 from replay_transformers.cli.loading import CommandError, Loaded, looks_local
 from replay_transformers.cli.report import as_json, as_table, verdict
+from replay_transformers.cli.speculation import Speculation, SpeculationSettings, encode, speculate
+from replay_transformers.cli.speculation_report import (
+    speculation_as_json,
+    speculation_as_table,
+    speculation_note,
+    speculation_verdict,
+)
 
 __all__ = ["Screen"]
 
@@ -79,6 +86,7 @@ class Screen:
         self.only_json = only_json
         self.out, self.err = Console(), Console(stderr=True)
         self.comparisons: list[Comparison] = []
+        self.speculations: list[Speculation] = []
 
     @contextmanager
     def errors(self) -> Iterator[None]:
@@ -129,9 +137,26 @@ class Screen:
                 self.out.print(verdict(comparison), soft_wrap=True)
             self.out.print()
 
+    def speculate(self, loaded: Loaded, assistant: Any, prompts: list[str], settings: SpeculationSettings) -> None:
+        """Run prompts with every drafter and print what they did."""
+        inputs, title = encode(loaded, prompts), f"{loaded.name}, batch of {len(prompts)}"
+        with self.err.status(title) as status, _without_bars():
+            runs = speculate(loaded, assistant, inputs, settings, lambda drafter: status.update(f"{title}, {drafter}"))
+        found = Speculation(loaded, prompts, settings, runs)
+        self.speculations.append(found)
+        if not self.only_json:
+            self.out.print(speculation_as_table(found))
+            self.out.print(speculation_verdict(found), soft_wrap=True)
+            self.out.print()
+
     def finish(self) -> None:
         """Print the JSON if it is wanted; exit with 1 if tokens differ where they must not."""
         if self.only_json:
-            typer.echo(json.dumps([as_json(comparison) for comparison in self.comparisons], indent=2))
-        if any(not comparison.is_right for comparison in self.comparisons):
+            records = [as_json(comparison) for comparison in self.comparisons]
+            records += [speculation_as_json(speculation) for speculation in self.speculations]
+            typer.echo(json.dumps(records, indent=2))
+        elif self.speculations:
+            self.out.print(speculation_note(self.speculations[0].settings))
+        found: list[Comparison | Speculation] = [*self.comparisons, *self.speculations]
+        if not all(one.is_right for one in found):
             raise typer.Exit(1)

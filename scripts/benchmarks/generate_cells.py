@@ -14,7 +14,7 @@ import replay_transformers as rt
 
 from .generate_steps import StepRecorder, run_generate
 from .presets import Preset
-from .profiles import step_profile
+from .profiles import kernel_times, step_profile
 from .stock import require_kernel
 from .timing import quantile
 
@@ -33,6 +33,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "replay_static_window_1": {"cache_implementation": "replay_static", "cache_config": {"window": 1}},
 }
 STOCK = ("dynamic", "static")
+HEAVIEST = 5
 FIXED_SHAPES = ("static", "replay_static", "replay_static_graphs", "replay_static_window_1")
 SHAPES = ((1, 64), (8, 64), (32, 64), (256, 64), (8, 4096), (8, 32768))
 PROFILED_TOKENS = (5, 21)  # new tokens of two calls, whose difference is a whole window of steps
@@ -186,7 +187,11 @@ def _measure(model: Any, cell: Cell, settings: Settings, expected: Expected | No
         if not record["logit_error"] <= settings.tolerance:
             return {**record, "status": f"wrong: logits differ by {record['logit_error']:.0%}"}
     if cell.configuration in STOCK and settings.check_kernels:
-        require_kernel(model, lambda: run_generate(model, ids, 4, StepRecorder(device), **arguments))
+        calls = kernel_times(lambda: run_generate(model, ids, 4, StepRecorder(device), **arguments))
+        if cell.configuration == "dynamic":
+            require_kernel(model, calls)
+        # compiled, transformers takes other paths of its own; what ran is written down
+        record["heaviest_kernels"] = sorted(calls, key=calls.__getitem__, reverse=True)[:HEAVIEST]
     run_generate(model, ids, settings.short, StepRecorder(device), **arguments)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()

@@ -10,6 +10,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
+from .speculative_tables import speed_up as over
 from .summary import GENERATE_ORDER, ordered
 from .tables import Cells, speed_up
 
@@ -42,6 +43,16 @@ def _save(figure: Any, path: Path, where: str) -> Path:
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     plt.close(figure)
     return path
+
+
+def _panels(count: int) -> tuple[Any, Any]:
+    """A figure with so many panels, two in a row."""
+    columns = min(2, count)
+    rows = -(-count // columns)
+    figure, panels = plt.subplots(rows, columns, figsize=(4.6 * columns, 3.6 * rows), squeeze=False)
+    for axes in panels.flat[count:]:
+        axes.set_visible(False)
+    return figure, panels
 
 
 def plot_speed_up(cells: Cells, path: Path, where: str) -> Path:
@@ -90,11 +101,7 @@ def plot_generate(cells: Cells, path: Path, where: str) -> Path:
     """Milliseconds per step of `generate` by batch size, one panel per model, shortest prompt."""
     shortest = min(cell["prompt"] for cell in cells.values())
     groups = _by_preset({key: cell for key, cell in cells.items() if cell["prompt"] == shortest})
-    columns = min(2, len(groups))
-    rows = -(-len(groups) // columns)
-    figure, panels = plt.subplots(rows, columns, figsize=(4.6 * columns, 3.6 * rows), squeeze=False)
-    for axes in panels.flat[len(groups) :]:
-        axes.set_visible(False)
+    figure, panels = _panels(len(groups))
     for axes, (preset, group) in zip(panels.flat, groups.items(), strict=False):
         for index, name in enumerate(GENERATE_ORDER):
             points = [(c["batch"], c["step_ms"]) for c in group if c["configuration"] == name and "step_ms" in c]
@@ -108,4 +115,31 @@ def plot_generate(cells: Cells, path: Path, where: str) -> Path:
         _batch_axis(axes, sorted({cell["batch"] for cell in group}))
     panels.flat[0].legend(frameon=False, fontsize=8)
     figure.suptitle(f"One decode step of generate, prompt of {shortest}", fontsize=11)
+    return _save(figure, path, where)
+
+
+def plot_speculative(cells: Cells, path: Path, where: str) -> Path:
+    """Tokens per second over plain decoding by batch size, a line per length of forwards, one panel per model."""
+    groups = _by_preset(cells)
+    figure, panels = _panels(len(groups))
+    lengths = sorted({(cell["tokens"], cell["accepted"]) for cell in cells.values() if cell["tokens"] > 1})
+    for axes, (preset, group) in zip(panels.flat, groups.items(), strict=False):
+        for index, (tokens, accepted) in enumerate(lengths):
+            look: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
+            for method, style in (("replay", "-"), ("snapshots", ":")):
+                alike = [c for c in group if (c["method"], c["tokens"], c["accepted"]) == (method, tokens, accepted)]
+                ratios = [(cell["batch"], over(cells, cell, "plain")) for cell in alike]
+                points = [(batch, ratio) for batch, ratio in ratios if ratio is not None]
+                if points:
+                    label = f"T = {tokens}, {accepted} of {tokens - 1} accepted" if method == "replay" else None
+                    axes.plot(*zip(*points, strict=True), style, label=label, **look)
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set_ylim(bottom=0)
+        axes.set_title(preset, fontsize=10)
+        axes.set_ylabel("times as fast as plain")
+        _batch_axis(axes, sorted({cell["batch"] for cell in group}))
+    last = panels.flat[len(groups) - 1]
+    if last.get_legend_handles_labels()[0]:
+        last.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.suptitle("Speculative decoding, drafter of no cost (dotted: rollback by copies of the state)", fontsize=11)
     return _save(figure, path, where)

@@ -1,4 +1,4 @@
-"""On a GPU equality of tokens is claimed in float32, in which flash-linear-attention multiplies by tf32: leave it out."""
+"""Equality of tokens is claimed in float32, in which flash-linear-attention multiplies by tf32: leave it out."""
 
 import sys
 
