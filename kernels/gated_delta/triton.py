@@ -123,7 +123,7 @@ def _prepare(
         corner = row * HEADS + share * SHARE + h
         since, between = tl.zeros([2 * BLOCK_T], tl.float32), tl.zeros([2 * BLOCK_T, 2 * BLOCK_T], tl.float32)
         for t in tl.static_range(TOKENS):
-            log = own_logs[h * TOKENS + t]
+            log = own_logs[h * TOKENS + t]  # type: ignore[var-annotated]
             since += tl.where(token >= t, log, 0.0)
             if TOKENS > 1:
                 between += tl.where((token[:, None] >= t) & (token[None, :] < t), log, 0.0)

@@ -8,7 +8,7 @@ Triton kernels import without, so `provide_mamba_ssm` puts them in place from a 
 
 import importlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
