@@ -15,6 +15,7 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 from replay_transformers.cache import ReplayCache
 from replay_transformers.patches.batched import generate_in_rows, refusal
 from replay_transformers.patches.drafts import (
+    DFLASH,
     DraftLimits,
     check_drafter,
     drafted_tokens,
@@ -113,6 +114,11 @@ def _assisted_decoding(original: Callable[..., Any], settings: GenerateSettings,
         if uses_mtp(config):
             raise NotImplementedError(f"{reason} is not supported with use_mtp")
         call.seen = _tokens_seen(cache, input_ids, config, kwargs.get("attention_mask"))
+        if call.seen and getattr(config, "speculation_type", None) == DFLASH:
+            raise NotImplementedError(
+                f"speculation_type='dflash' drafts from states of the whole prompt, and the cache holds {call.seen} "
+                "tokens already: start with an empty cache, or with another drafter"
+            )
         max_draft = cache.replay_config.max_draft
         call.limits = DraftLimits(max_draft, config.max_length, kwargs["stopping_criteria"], config.do_sample)
         if config.compile_config is None:

@@ -17,7 +17,7 @@ from replay_transformers.generation.loop import Kept, Loop
 from replay_transformers.generation.processing import check_processors
 from replay_transformers.generation.rows import Rows
 from replay_transformers.geometry import FAMILIES, text_config
-from replay_transformers.patches.drafts import uses_mtp
+from replay_transformers.patches.drafts import DFLASH, uses_mtp
 from replay_transformers.patches.mtp import head_of
 from replay_transformers.patches.row_models import AttentionRows, ReplayRows, TargetRows, first_of
 from replay_transformers.patches.versions import cache_argument, generate_cache_name
@@ -32,7 +32,7 @@ def refusal(config: Any, synced_gpus: bool, assistant_tokenizer: Any) -> str | N
     """Why a call cannot be served row by row; None if it can."""
     if config.assistant_early_exit is not None:
         return "assistant_early_exit"
-    if getattr(config, "speculation_type", None) == "dflash":
+    if getattr(config, "speculation_type", None) == DFLASH:
         return "speculation_type='dflash'"
     if assistant_tokenizer is not None:
         return "an assistant with another tokenizer"

@@ -18,6 +18,7 @@ from replay_transformers.patches.mtp import HEADS, LAYER_NAMES, mtp_layers
 from replay_transformers.patches.versions import cache_argument
 
 __all__ = [
+    "DFLASH",
     "DraftLimits",
     "check_drafter",
     "drafted_tokens",
@@ -30,6 +31,7 @@ __all__ = [
 DEFAULT_ASSISTANT_TOKENS = 20  # transformers' own, for an assistant that does not say
 FIRST_WITH_MTP = Version("5.23.0")
 DEFAULT_MTP_TOKENS = 3
+DFLASH = "dflash"
 NO_EARLY_EXIT = ("nemotron_h",)  # transformers always runs all of its layers
 
 _config_lock = Lock()
@@ -47,9 +49,11 @@ def drafted_tokens(model: Any, generation_config: Any, assistant_model: Any, ask
         return int(generation_config.prompt_lookup_num_tokens)
     if uses_mtp(generation_config):
         return DEFAULT_MTP_TOKENS if asked is None else int(asked)
-    if assistant_model is not None:
-        return _assistant_tokens(assistant_model)
-    return None
+    if assistant_model is None:
+        return None
+    if getattr(generation_config, "speculation_type", None) == DFLASH:
+        return int(assistant_model.config.block_size) - 1
+    return _assistant_tokens(assistant_model)
 
 
 def uses_mtp(generation_config: Any) -> bool:
@@ -96,8 +100,6 @@ def check_drafter(model: Any, generation_config: Any) -> None:
                 f"use_mtp needs a model with one MTP layer (one of {list(LAYER_NAMES)} is 1 in its configuration), got "
                 f"{mtp_layers(config)}"
             )
-    elif getattr(generation_config, "speculation_type", None) == "dflash":
-        raise NotImplementedError("speculation_type='dflash' is not supported with a replay cache yet")
 
 
 @contextmanager

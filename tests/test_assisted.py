@@ -13,7 +13,7 @@ from packaging.version import Version
 
 import replay_transformers as rt
 from tests.support.cached import EPSILON
-from tests.support.generation import returned_cache
+from tests.support.generation import CACHE_ARGUMENT, returned_cache
 from tests.support.models import (
     FAMILIES,
     VOCABULARY,
@@ -272,3 +272,54 @@ def early_exiting() -> Any:
             if "out_proj" in name or "down_proj" in name:
                 parameter.mul_(0.1)
     return never_unsure(model)
+
+
+HAS_DFLASH = hasattr(transformers, "MuseGlimmerAssistantModel")
+
+
+def dflash_assistant(model: Any, tokens: torch.Tensor) -> Any:
+    """Drafts blocks of four at once, out of the states of two layers; here it knows the tokens, but for each fifth."""
+    config = transformers.MuseGlimmerAssistantConfig(
+        hidden_size=model.config.hidden_size,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        block_size=4,
+        mask_token_id=3,
+        target_layer_ids=[0, 1],
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=None,
+    )
+    assistant, head = transformers.MuseGlimmerAssistantModel(config).eval(), model.get_output_embeddings().weight
+    own = assistant.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output = own(*args, **kwargs)
+        places = kwargs["position_ids"][0, -4:]
+        wanted = tokens[0, places.clamp(max=tokens.shape[1] - 1)]
+        wanted = torch.where(places % 5 == 0, (wanted + 1) % VOCABULARY, wanted)
+        directions = head / head.norm(dim=1, keepdim=True)
+        output.last_hidden_state = 100 * directions[wanted][None]
+        return output
+
+    assistant.forward = forward
+    return assistant
+
+
+@pytest.mark.skipif(not HAS_DFLASH, reason="this transformers has no dflash")
+@EVERY_CACHE
+@EVERY_FAMILY
+def test_dflash(family: str, implementation: str) -> None:
+    """Blocks drafted at once from the target's hidden states; a cache that holds tokens already is refused."""
+    model, tokens = tiny(family), truth(family, trained=False)
+    arguments = {"assistant_model": dflash_assistant(model, tokens), "speculation_type": "dflash"}
+    rounds = speculate(model, prompt(1, 9), **arguments, **settings(implementation, 3))
+    check(model, rounds, tokens)
+    again = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    held = rt.ReplayCache(model.config)
+    model.generate(**prompt(1, 9), max_new_tokens=4, do_sample=False, **{CACHE_ARGUMENT: held})
+    with pytest.raises(NotImplementedError, match="start with an empty cache"):
+        model.generate(**again, **arguments, max_new_tokens=4, do_sample=False, **{CACHE_ARGUMENT: held})
