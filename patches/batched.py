@@ -1,9 +1,11 @@
 """Assisted generation row by row: what transformers hands to its own loop, handed to ours."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers import CompileConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from replay_transformers.cache import ReplayCache
@@ -132,10 +134,16 @@ def _pad(config: Any) -> int:
 
 def _target(model: Any, input_ids: torch.Tensor, cache: ReplayCache, config: Any, arguments: dict[str, Any]) -> Any:
     compiled = model._valid_auto_compile_criteria(arguments, config)
-    call = model.get_compiled_call(config.compile_config) if compiled else model.__call__
+    call = model.get_compiled_call(_one_length_each(config.compile_config)) if compiled else model.__call__
     others = {name: value for name, value in arguments.items() if value is not cache and name != "use_cache"}
     mask = arguments.get("attention_mask")
     return TargetRows(model, cache, call, others, lambda: model._prefill(input_ids, config, arguments), mask)
+
+
+def _one_length_each(config: CompileConfig | None) -> CompileConfig:
+    """Every length of a forward is compiled by itself, unless the user says otherwise: few occur."""
+    config = CompileConfig() if config is None else config
+    return config if config.dynamic is not None else dataclasses.replace(config, dynamic=False)
 
 
 def _drafter(

@@ -32,6 +32,7 @@ WINDOWS = [1, 3, 16]
 HAS_MTP = Version(transformers.__version__) >= Version("5.23.0")
 EVERY_CACHE = pytest.mark.parametrize("implementation", ["replay", "replay_static"])
 EVERY_WINDOW = pytest.mark.parametrize("window", WINDOWS)
+ONE_WINDOW = pytest.mark.parametrize("window", [3, *(pytest.param(w, marks=pytest.mark.slow) for w in (1, 16))])
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 
 
@@ -125,7 +126,7 @@ def mostly_right(family: str) -> Any:
 
 
 @EVERY_CACHE
-@EVERY_WINDOW
+@ONE_WINDOW
 @EVERY_FAMILY
 def test_a_trained_assistant_with_its_default_settings(family: str, window: int, implementation: str) -> None:
     """Up to 20 single tokens between two decisions, fewer where it is unsure."""

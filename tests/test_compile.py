@@ -82,7 +82,7 @@ def _addresses(cache: rt.ReplayCache) -> list[int]:
     return [tensor.data_ptr() for tensor in [*tensors, *cache.cursor.tensors(), cache.cursor.early]]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3_5", pytest.param("nemotron_h", marks=pytest.mark.slow)])
 def test_prefill_in_compiled_chunks(family: str) -> None:
     model, inputs = FAMILIES[family](), prompt(2, 23, [0, 6])
     output = model.generate(
@@ -97,7 +97,7 @@ def test_prefill_in_compiled_chunks(family: str) -> None:
     assert torch.equal(output, greedy_without_cache(model, inputs["input_ids"], inputs["attention_mask"], 12))
 
 
-@pytest.mark.parametrize("implementation", ["replay", "replay_static"])
+@pytest.mark.parametrize("implementation", [pytest.param("replay", marks=pytest.mark.slow), "replay_static"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_users_own_compiled_model(family: str, implementation: str) -> None:
     model, inputs = FAMILIES[family](), prompt(2, 9, [0, 3])

@@ -169,7 +169,7 @@ def test_import_from_the_wheel(unpacked: Path, tmp_path: Path) -> None:
     assert done.stdout.split()[-1] == SETUP["metadata"]["version"]
 
 
-@pytest.mark.parametrize("mode", ["installed", "editable"])
+@pytest.mark.parametrize("mode", ["installed", pytest.param("editable", marks=pytest.mark.slow)])
 def test_import_installed_by_pip(mode: str, source: Path, tmp_path: Path) -> None:
     venv, where = tmp_path / "venv", tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
@@ -192,6 +192,7 @@ def test_import_installed_by_pip(mode: str, source: Path, tmp_path: Path) -> Non
     assert interpreter.with_name("replay-transformers").exists()
 
 
+@pytest.mark.slow
 def test_pytest_runs_from_any_folder(tmp_path: Path) -> None:
     for cwd, target in ((ROOT, "tests/test_poison.py"), (tmp_path, ROOT / "tests" / "test_poison.py")):
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "marker", str(target)]

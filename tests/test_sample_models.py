@@ -195,6 +195,7 @@ def test_the_mtp_head_computes_what_transformers_computes(monkeypatch: pytest.Mo
     torch.testing.assert_close(torch.cat(drafts, 1), expected, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_three_steps_of_training(tmp_path: Path) -> None:
     corpus, output = tmp_path / "corpus", tmp_path / "models"
     corpus.mkdir()

@@ -29,7 +29,7 @@ from tests.support import models
 from tests.support.cached import assert_logits, assert_states, layers, model_for, new_cache
 from tests.support.snapshots import Snapshot
 
-EXAMPLES = 200
+EXAMPLES = 120
 MOST_TOKENS, MOST_ROWS = 40, 3
 THEN = st.integers(0, 3)  # single tokens appended after an operation
 

@@ -152,7 +152,7 @@ class Loop:
             what is accepted; int64 ``[B]``, by how many tokens each row has grown.
         """
         if self.processors or self.do_sample or self.scores is not None or self.logits is not None:
-            logits = logits.float()
+            logits = logits.to(torch.float32, copy=True)  # the next forward may write over what a graph returned
         scores = process(self.processors, rows, draft.tokens, logits)
         accepted = self.choose(rows, draft, scores)
         added, ended = stops(self.criteria, rows, accepted.tokens, accepted.drafts + 1)
