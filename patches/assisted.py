@@ -24,6 +24,7 @@ from replay_transformers.patches.drafts import (
     uses_mtp,
 )
 from replay_transformers.patches.generate import GenerateSettings, borrow
+from replay_transformers.patches.row_models import runs_in_rows
 from replay_transformers.patches.versions import cache_argument
 
 __all__ = ["stateful_class", "wrap_speculative_sampling", "wrappers"]
@@ -88,9 +89,11 @@ def _assisted_decoding(original: Callable[..., Any], settings: GenerateSettings,
             )
         given = inspect.signature(original).bind(self, input_ids, *args, **kwargs).arguments
         reason = refusal(config, given.get("synced_gpus", False), given.get("assistant_tokenizer"))
+        names = ("logits_processor", "stopping_criteria", "streamer", "assistant_model")
+        processors, criteria, streamer, assistant = (given.get(name) for name in names)
+        if reason is None and assistant is not None and not isinstance(assistant, families):
+            reason = None if runs_in_rows(assistant) else f"{type(assistant).__name__} as an assistant"
         if reason is None and call.drafts is not None:
-            names = ("logits_processor", "stopping_criteria", "streamer", "assistant_model")
-            processors, criteria, streamer, assistant = (given.get(name) for name in names)
             lend = functools.partial(borrow, assistant, settings, call, rows=input_ids.shape[0])
             is_lent = any(lent is cache for _, _, lent in call.borrowed)
             keep = config.return_dict_in_generate or not is_lent

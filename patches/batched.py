@@ -74,6 +74,8 @@ def generate_in_rows(
     cache = cache_argument(model_kwargs)
     assert isinstance(cache, ReplayCache)
     _check_new_tokens(cache, input_ids, config, model_kwargs.get("attention_mask"))
+    if assistant_model is not None and input_ids.shape[1] == 0:
+        raise ValueError("an assistant needs the prompt's token ids: pass input_ids, not inputs_embeds alone")
     if assistant_model is not None and assistant_model.device != model.device:
         raise ValueError(
             f"the assistant is on {assistant_model.device} and the model on {model.device}: move one of them"
@@ -98,8 +100,13 @@ def generate_in_rows(
         shown=rows.prompt,
     )
     recording = cache.cursor.recording
-    with model._optimize_model_for_decode():
-        loop.run(rows)
+    try:
+        with model._optimize_model_for_decode():
+            loop.run(rows)
+    except BaseException:
+        target.forget(rows)
+        cache.cursor.recording = recording
+        raise
     sequences = rows.finished()
     if keep:
         _even_out(target, rows, sequences)

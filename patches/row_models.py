@@ -13,7 +13,7 @@ from replay_transformers.generation.rows import Rows
 from replay_transformers.geometry import text_config
 from replay_transformers.patches.versions import generate_cache_name
 
-__all__ = ["AttentionRows", "ReplayRows", "TargetRows", "first_of"]
+__all__ = ["AttentionRows", "ReplayRows", "TargetRows", "first_of", "runs_in_rows"]
 
 # what a prompt's forward takes and later ones do not, or what is given anew
 IMAGES = (
@@ -24,6 +24,10 @@ ONLY_FIRST = (
     *IMAGES, "attention_mask", "position_ids", "cache_position", "token_type_ids", "inputs_embeds", "logits_to_keep",
     "next_sequence_length", "is_first_iteration",
 )  # fmt: skip
+
+
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+POSITIONS_FROM_MASKS = ("bloom",)
 
 
 def first_of(assistant: Any, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -62,6 +66,7 @@ class ReplayRows:
         self.is_fixed = cache.is_compileable
         self.states: torch.Tensor | None = None
         self._more = 0  # tokens that the cache held and the rows do not show
+        self._shift: torch.Tensor | None = None  # int64 [B]: of positions, where they do not count tokens from 0
 
     def prefill(self, rows: Rows) -> torch.Tensor:
         """Take in the prompts; logits ``[B, vocabulary]`` of the token behind them."""
@@ -88,7 +93,8 @@ class ReplayRows:
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Take in ``[B, T]`` more tokens, uncommitted; logits ``[B, T, vocabulary]`` behind each of them."""
         inputs = {generate_cache_name(): self.cache, "use_cache": True, "return_dict": True, **self.arguments}
-        places = self._positions(tokens) if self._counts_positions else None
+        is_own = self._counts_positions or self._shift is not None
+        places = self._positions(tokens) if is_own else None
         output = self.call(input_ids=tokens, attention_mask=self.mask, position_ids=places, **inputs)
         self.states = output.hidden_states[-1] if output.get("hidden_states") is not None else None
         return output.logits
@@ -99,7 +105,7 @@ class ReplayRows:
         return hasattr(getattr(self.model, "model", None), "rope_deltas")
 
     def _positions(self, tokens: torch.Tensor) -> torch.Tensor:
-        shifts = self.model.model.rope_deltas
+        shifts = self.model.model.rope_deltas if self._counts_positions else self._shift
         starts = self.cache.row_lengths()
         if self.mask is not None:
             starts = starts - (~self.mask).sum(1)
@@ -136,7 +142,7 @@ class TargetRows(ReplayRows):
     ) -> None:
         later = {name: value for name, value in arguments.items() if name not in ONLY_FIRST}
         super().__init__(model, cache, call, arguments=later)
-        self._prefill, self._mask = prefill, mask
+        self._prefill, self._mask, self._places = prefill, mask, arguments.get("position_ids")
 
     def prefill(self, rows: Rows) -> torch.Tensor:
         """Take in what the cache has not seen of the prompts."""
@@ -144,7 +150,36 @@ class TargetRows(ReplayRows):
         self.states = output.hidden_states[-1] if output.get("hidden_states") is not None else None
         logits = output.logits[:, -1].clone()
         self.begin(rows, self._mask)
+        if self._places is not None and self._places.ndim == 2 and not self._counts_positions:
+            # the user's own, or of a prompt that is padded on the right: transformers goes on from the last one
+            hidden = 0 if self.mask is None else (~self.mask).sum(1)
+            shift = self._places[:, -1] + 1 - (self.cache.row_lengths() - hidden)
+            self._shift = shift if bool(shift.any()) else None
         return logits
+
+    def forget(self, rows: Rows) -> None:
+        """After an exception: reject what the rows do not have, or else mark the cache as one that broke off."""
+        cursor = self.cache.cursor
+        if cursor.plan is not None or cursor.broken or not cursor.ragged:
+            return
+        surplus = self.cache.row_lengths() - (rows.lengths - 1 + self._more)
+        rejected = surplus.minimum(cursor.tensors()[2])
+        if bool((surplus < 0).any()) or bool((surplus - rejected > 1).any()):
+            cursor.broken = True
+            return
+        self.cache.reject_rows(rejected.clamp(min=0), rows.longest + self._more)
+        if len(set(self.cache.row_lengths().tolist())) == 1:
+            self.cache.join_rows()
+
+
+def runs_in_rows(model: Any) -> bool:
+    """Whether a model of another family than the supported ones can draft for rows of different lengths.
+
+    It must have nothing but attention, and take its positions from `position_ids` and its mask as it is given.
+    """
+    config = text_config(model.config)
+    kinds = set(getattr(config, "layer_types", None) or ()) <= ATTENTION
+    return kinds and not getattr(model, "_is_stateful", False) and config.model_type not in POSITIONS_FROM_MASKS
 
 
 class AttentionRows:
@@ -155,9 +190,10 @@ class AttentionRows:
     """
 
     def __init__(self, model: Any) -> None:
-        if getattr(model, "_is_stateful", False):
+        if not runs_in_rows(model):
             raise NotImplementedError(
-                f"{type(model).__name__} cannot draft: its recurrent state cannot be rolled back row by row"
+                f"{type(model).__name__} cannot draft for a batch: it has layers that are no attention, or positions "
+                "that cannot be given to it row by row"
             )
         self.model, self.cache = model, RowCache(text_config(model.config).num_hidden_layers)
 

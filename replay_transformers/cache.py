@@ -70,7 +70,8 @@ class ReplayCache(RowsOfCache, Cache):
         self.cursor = Cursor(replay_config)
         # the configuration that was last found to fit, and its number of layers
         self._fits: tuple[weakref.ref[Any] | None, int] = (None, 0)
-        super().__init__(layers=self._build_layers())
+        with torch.inference_mode(False), torch.no_grad():  # counters of fixed layers outlive the mode, too
+            super().__init__(layers=self._build_layers())
 
     def _build_layers(self) -> list[Any]:
         total = sum(geometry.kind in LAYER_CLASSES for geometry in self.geometries)

@@ -304,3 +304,77 @@ def test_bad_calls() -> None:
         ragged.crop(torch.tensor([0, -1]))
     with pytest.raises(ValueError, match=r"bring them to one length and call cache.join_rows\(\)"):
         model.generate(**inputs, max_new_tokens=3, **{CACHE_ARGUMENT: ragged})
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_language_that_drafts_may_leave(rows: int) -> None:
+    """What allows tokens by the ones before is not asked behind a draft that it forbids, nor about made-up rows."""
+    model, inputs = tiny("qwen3_5"), prompt(rows, 9, [0, 2, 4][:rows])
+
+    def allowed(row: int, ids: torch.Tensor) -> list[int]:
+        last = int(ids[-1])
+        assert len(ids) == 9 or last % 3 == row, "a token of another row's language, or a forbidden one"
+        return list(range(3 + row, 90, 3))
+
+    plain = model.generate(**inputs, **settings(), prefix_allowed_tokens_fn=allowed)
+    for drafter in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": mostly_right("qwen3_5")}):
+        assert torch.equal(model.generate(**inputs, **settings(), prefix_allowed_tokens_fn=allowed, **drafter), plain)
+
+
+@pytest.mark.parametrize("how", ["shifted", "stretched", "padded on the right"])
+def test_positions_of_the_users_own(how: str) -> None:
+    """They go on from the last one, as in plain generation."""
+    model, inputs = tiny("qwen3_5"), prompt(3, 9)
+    if how == "padded on the right":
+        inputs["attention_mask"][1, -3:] = 0
+    else:
+        places = torch.arange(9).expand(3, -1)
+        inputs["position_ids"] = places + 37 if how == "shifted" else places * 3
+    plain = model.generate(**inputs, **settings())
+    for drafter in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": mostly_right("qwen3_5")}):
+        assert torch.equal(model.generate(**inputs, **settings(), **drafter), plain)
+
+
+@pytest.mark.parametrize("place", ["criterion", "streamer"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_users_cache_after_an_exception(rows: int, place: str) -> None:
+    """It holds what was accepted and nothing else; where rows are of one length the next call goes on with it."""
+    model, cache, calls = tiny("qwen3_5"), rt.ReplayCache(tiny("qwen3_5").config), []
+
+    class Fails(Collect, transformers.StoppingCriteria):
+        def put(self, value: torch.Tensor) -> None:
+            self(value, None)
+
+        def __call__(self, ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            calls.append(1)
+            if len(calls) > 6:
+                raise RuntimeError("on purpose")
+            return torch.zeros(len(ids), dtype=torch.bool)
+
+    fails = {"streamer": Fails()} if place == "streamer" else {"stopping_criteria": [Fails()]}
+    inputs, arguments = prompt(rows, 9), settings() | {"cache_implementation": None, "cache_config": None}
+    with pytest.raises(RuntimeError, match="on purpose"):
+        model.generate(**inputs, **arguments, **fails, assistant_model=never_right(model), **{CACHE_ARGUMENT: cache})
+    assert not cache.cursor.recording
+    assert not cache.cursor.ragged
+    seen = int(cache.get_seq_length())
+    ids = greedy_without_cache(model, inputs["input_ids"], inputs["attention_mask"], 16)
+    assert 9 < seen < ids.shape[1]
+    again = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    expected = greedy_without_cache(model, ids, again["attention_mask"], 6)
+    output = model.generate(**again, max_new_tokens=6, do_sample=False, **{CACHE_ARGUMENT: cache})
+    assert torch.equal(output, expected)
+
+
+def test_other_inputs() -> None:
+    """int32 ids are taken; embeddings are not enough for an assistant; inference mode leaves nothing behind."""
+    model, inputs = tiny("qwen3_5"), prompt(3, 9)
+    plain, small = model.generate(**inputs, **settings()), inputs | {"input_ids": inputs["input_ids"].int()}
+    assert torch.equal(model.generate(**small, **settings(), prompt_lookup_num_tokens=3), plain)
+    embedded = {"inputs_embeds": model.get_input_embeddings()(inputs["input_ids"]).detach()}
+    with pytest.raises(ValueError, match="not inputs_embeds alone"):
+        model.generate(**embedded, **settings(), assistant_model=mostly_right("qwen3_5"))
+    for mode in (True, False):
+        with torch.inference_mode(mode):
+            output = model.generate(**inputs, **settings("replay_static"), prompt_lookup_num_tokens=3)
+        assert torch.equal(output, plain)

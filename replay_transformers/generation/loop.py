@@ -42,6 +42,9 @@ class Kept:
 
     def add(self, values: torch.Tensor, counts: torch.Tensor) -> None:
         """Keep the first ``counts`` (int64 ``[B]``) of the values ``[B, T, vocabulary]`` of each row."""
+        if self.parts:  # by now the host has waited for the last round anyway
+            before, kept = self.parts[-1]
+            self.parts[-1] = before[:, : int(kept.max())].clone(), kept
         self.parts.append((values, counts))
 
     def by_token(self) -> tuple[torch.Tensor, ...]:
@@ -153,7 +156,7 @@ class Loop:
         """
         if self.processors or self.do_sample or self.scores is not None or self.logits is not None:
             logits = logits.to(torch.float32, copy=True)  # the next forward may write over what a graph returned
-        scores = process(self.processors, rows, draft.tokens, logits)
+        scores = process(self.processors, rows, draft.tokens, logits, draft.counts)
         accepted = self.choose(rows, draft, scores)
         added, ended = stops(self.criteria, rows, accepted.tokens, accepted.drafts + 1)
         added = added * rows.active

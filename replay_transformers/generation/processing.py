@@ -1,14 +1,15 @@
 """transformers' logits processors and stopping criteria for rows of different lengths.
 
 Both see a batch of token ids of one length. Those that look at scores alone, or at the last token, are called once.
-Others are called once per length that occurs: transformers' own with the rows of that length, and those that nothing is
-known about with the whole batch, cut to that length, since they may count on a row's place in the batch; what they say
-of rows of other lengths is left out.
+Others are called once per length that occurs: transformers' own with the rows of that length, and those that nothing
+is known about with the whole batch, since they may count on a row's place in it. Rows of other lengths are then cut, or
+padded on the left, to that length, and what is said of them is left out. No row is shown a token behind a draft that a
+processor forbids.
 """
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ ROW_BY_ROW = SCORES_ONLY + _known(
     "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "RepetitionPenaltyLogitsProcessor",
     "NoRepeatNGramLogitsProcessor", "SequenceBiasLogitsProcessor", "NoBadWordsLogitsProcessor",
     "ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor", "ExponentialDecayLengthPenalty",
-    "SuppressTokensAtBeginLogitsProcessor", "WatermarkLogitsProcessor",
+    "SuppressTokensAtBeginLogitsProcessor", "WatermarkLogitsProcessor", "PrefixConstrainedLogitsProcessor",
 )  # fmt: skip
 # these keep something from step to step
 STEP_BY_STEP = _known("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
@@ -58,7 +59,11 @@ def needs_ids(listed: Iterable[object]) -> bool:
 
 
 def process(
-    listed: processors.LogitsProcessorList, rows: Rows, drafts: torch.Tensor, logits: torch.Tensor
+    listed: processors.LogitsProcessorList,
+    rows: Rows,
+    drafts: torch.Tensor,
+    logits: torch.Tensor,
+    counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Scores of the tokens behind the rows and behind every prefix of their drafts.
 
@@ -67,9 +72,11 @@ def process(
         rows: the sequences so far.
         drafts: int64 ``[B, K]``.
         logits: float32 ``[B, n, vocabulary]``, behind all prefixes, or behind the ``n`` longest; not changed.
+        counts: int64 ``[B]``, how many of the drafts a row has; None: all.
 
     Returns:
-        float32 ``[B, n, vocabulary]``; those of finished rows may be what the logits were.
+        float32 ``[B, n, vocabulary]``; what the logits were for finished rows, behind tokens that are no drafts of the
+        row, and behind a draft that the processors forbid.
     """
     if not listed:
         return logits
@@ -78,20 +85,44 @@ def process(
     if not needs_ids(listed):
         return run(rows.last(), logits.reshape(-1, vocabulary).clone()).view(logits.shape)
     ids, scores = rows.followed_by(drafts), logits.clone()
-    everyone = None if all(type(processor) in ROW_BY_ROW for processor in listed) else range(rows.batch)
+    is_known = all(type(processor) in ROW_BY_ROW for processor in listed)
+    given = [drafts.shape[1]] * rows.batch if counts is None else counts.tolist()
+    asked = list(range(rows.batch))
     for place in range(places):
         prefix = drafts.shape[1] + 1 - places + place
-        for length, members in _by_length(rows, range(rows.batch)).items():
-            asked = everyone or members
-            run = _narrowed(listed, asked)
-            part = run(ids[asked, : length + prefix], logits[asked, place].clone())
-            if part.shape != (len(asked), vocabulary):
+        asked = [row for row in asked if prefix <= given[row]]
+        for length, members in _by_length(rows, asked).items():
+            if is_known:
+                run, shown, values = _narrowed(listed, members), ids[members, : length + prefix], logits[members, place]
+            else:
+                shown, values = _whole_batch(rows, ids, members, length + prefix), logits[:, place]
+            part = run(shown, values.clone())
+            if part.shape != values.shape:
                 raise ValueError(
-                    f"a logits processor returned scores of shape {tuple(part.shape)} for {len(asked)} rows and a "
+                    f"a logits processor returned scores of shape {tuple(part.shape)} for {len(values)} rows and a "
                     f"vocabulary of {vocabulary}"
                 )
-            scores[members, place] = part[members] if everyone else part
+            scores[members, place] = part if is_known else part[members]
+        if prefix < drafts.shape[1] and asked:
+            forbidden = scores[asked, place].gather(1, drafts[asked, prefix, None]).squeeze(1) == -torch.inf
+            asked = [row for row, out in zip(asked, forbidden.tolist(), strict=True) if not out]
     return scores
+
+
+def _whole_batch(rows: Rows, ids: torch.Tensor, members: Sequence[int], length: int) -> torch.Tensor:
+    """Token ids ``[B, length]``: of the members as they are, of others their own tokens, cut or padded on the left."""
+    shown = ids[:, :length].clone()
+    for row in set(range(rows.batch)) - set(members):
+        own = rows.host_lengths[row]
+        if own < length:
+            shown[row] = rows.pad
+            shown[row, length - own :] = ids[row, :own]
+    return shown
+
+
+def _of_members(allowed: Callable[..., Any], members: Sequence[int]) -> Callable[[int, torch.Tensor], Any]:
+    """A function of a row's place in the batch, for rows that have other places."""
+    return lambda row, ids: allowed(members[row], ids)
 
 
 def _narrowed(listed: processors.LogitsProcessorList, members: Sequence[int]) -> processors.LogitsProcessorList:
@@ -102,6 +133,9 @@ def _narrowed(listed: processors.LogitsProcessorList, members: Sequence[int]) ->
         if isinstance(held, torch.Tensor) and len(held) > 1:
             processor = copy.copy(processor)
             setattr(processor, PER_ROW, held[list(members)])
+        elif type(processor) is processors.PrefixConstrainedLogitsProcessor:
+            processor = copy.copy(processor)
+            processor._prefix_allowed_tokens_fn = _of_members(processor._prefix_allowed_tokens_fn, members)
         narrowed.append(processor)
     return narrowed
 
@@ -146,13 +180,13 @@ def _asked(
     """Whether each prefix of the tokens ends its row, by the criteria themselves: bool ``[B, T]``."""
     ids, given = rows.followed_by(tokens), counts.tolist()
     ends = torch.zeros_like(tokens, dtype=torch.bool)
-    everyone = (
-        None if all(type(criterion) is criteria.StopStringCriteria for criterion in listed) else range(rows.batch)
-    )
+    is_known = all(type(criterion) is criteria.StopStringCriteria for criterion in listed)
     for place in range(tokens.shape[1]):
         for length, members in _by_length(rows, [row for row in range(rows.batch) if place < given[row]]).items():
-            answer = listed(ids[everyone or members, : length + place + 1], None).to(ends.device)
-            ends[members, place] = answer[members] if everyone else answer
+            end = length + place + 1
+            shown = ids[members, :end] if is_known else _whole_batch(rows, ids, members, end)
+            answer = torch.as_tensor(listed(shown, None), device=ends.device)
+            ends[members, place] = answer if is_known or answer.ndim == 0 else answer[members]
     return ends
 
 

@@ -26,7 +26,7 @@ class Rows:
     def __init__(self, ids: torch.Tensor, mask: torch.Tensor | None, pad: int) -> None:
         batch, self.prompt = ids.shape
         self.pad = pad
-        self.ids = ids.clone()
+        self.ids = ids.to(torch.int64, copy=True)
         self.lengths = torch.full((batch,), self.prompt, dtype=torch.int64, device=ids.device)
         self.padding = torch.zeros_like(self.lengths)
         if mask is not None and mask.shape[1] >= self.prompt:
