@@ -1,6 +1,5 @@
 """Attention of few tokens without expanded keys, on the shapes of real models."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -11,14 +10,6 @@ from replay_transformers.patches.attention import REPLAY_FLAG, few_query_attenti
 
 # Outputs near 1. Both sum in float32 and round what they return, and probabilities in between, to the dtype.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-
-
-@pytest.fixture(autouse=True)
-def _full_precision() -> Iterator[None]:
-    allowed = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = allowed
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)

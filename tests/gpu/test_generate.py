@@ -1,7 +1,5 @@
 """`generate` with replay caches on a GPU: the same tokens as without a cache, compiled with CUDA graphs as well."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -10,15 +8,6 @@ from tests.support.generation import CACHE_ARGUMENT
 from tests.support.models import FAMILIES, build_nemotron_h, greedy_without_cache, prompt
 
 pytestmark = [pytest.mark.usefixtures("enabled"), pytest.mark.no_poison]
-
-
-@pytest.fixture(autouse=True)
-def _full_precision() -> Any:
-    """Token identity is a float32 claim: no tf32 anywhere."""
-    allowed = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = allowed
 
 
 def _inputs(seed: int = 0) -> dict[str, torch.Tensor]:

@@ -5,7 +5,7 @@ Tolerances and claims about bytes as in `tests.support.kernels`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -41,15 +41,6 @@ EVERY_GEOMETRY = pytest.mark.parametrize(
     ("operator", "geometry"), REAL, ids=[f"{operator}-{geometry}" for operator, geometry in REAL]
 )
 STATES = pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
-
-
-@pytest.fixture(autouse=True)
-def _full_precision() -> Iterator[None]:
-    """The references compute in float32, not in tf32."""
-    allowed = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = allowed
 
 
 def spread(rows: int, count: int) -> dict[str, Any]:

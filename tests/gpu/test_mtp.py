@@ -1,7 +1,5 @@
 """Multi-token prediction on a GPU: the same tokens as without a cache, under CUDA graphs as well."""
 
-from typing import Any
-
 import pytest
 import torch
 import transformers
@@ -17,15 +15,6 @@ pytestmark = [
         Version(transformers.__version__) < Version("5.23.0"), reason="transformers before 5.23 has no use_mtp"
     ),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _full_precision() -> Any:
-    """Token identity is a float32 claim: no tf32 anywhere."""
-    allowed = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = allowed
 
 
 @pytest.mark.parametrize("implementation", ["replay", "replay_static"])

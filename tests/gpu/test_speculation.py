@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,15 +14,6 @@ from tests.support.speculation import never_right, never_unsure, perturbed
 pytestmark = [pytest.mark.usefixtures("enabled"), pytest.mark.no_poison]
 
 PADS, STEPS = [0, 4, 2, 0, 6], 40
-
-
-@pytest.fixture(autouse=True)
-def _full_precision() -> Iterator[None]:
-    """Token identity is a float32 claim: no tf32 anywhere."""
-    allowed = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = allowed
 
 
 def _inputs(seed: int = 0) -> dict[str, torch.Tensor]:
