@@ -10,7 +10,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from replay_transformers.cache import ReplayCache
 from replay_transformers.config import ReplayConfig
-from replay_transformers.generation.draft_length import DraftLength
+from replay_transformers.generation.draft_length import FIRST_LENGTH, DraftLength
 from replay_transformers.generation.drafters.assistant import Assistant
 from replay_transformers.generation.drafters.base import Drafter, RowModel
 from replay_transformers.generation.drafters.mtp import MultiTokenPrediction
@@ -38,7 +38,7 @@ def refusal(config: Any, synced_gpus: bool, assistant_tokenizer: Any) -> str | N
         return "speculation_type='dflash'"
     if assistant_tokenizer is not None:
         return "an assistant with another tokenizer"
-    if config.assistant_ensemble_weight is not None if hasattr(config, "assistant_ensemble_weight") else False:
+    if getattr(config, "assistant_ensemble_weight", None) is not None:
         return "assistant_ensemble_weight"
     if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
         return "output_attentions or output_hidden_states"
@@ -85,7 +85,7 @@ def generate_in_rows(
     if drafter.reads_states:
         model_kwargs = model_kwargs | {"output_hidden_states": LAST_STATES}
     target = _target(model, input_ids, cache, config, model_kwargs)
-    levels = sorted({0, min(drafts, 4), drafts}) if target.is_fixed else None
+    levels = sorted({0, min(drafts, FIRST_LENGTH), drafts}) if target.is_fixed else None
     loop = Loop(
         target=target,
         drafter=drafter,
@@ -184,7 +184,6 @@ def _even_out(target: ReplayRows, rows: Rows, sequences: torch.Tensor) -> None:
     It then holds what plain generation would have left in it.
     """
     cache, last = target.cache, sequences.shape[1] - 1
-    more = target.cache.row_lengths() - (rows.lengths - 1)  # what was in the cache beyond the rows
     seen = (rows.lengths - 1).tolist()
     most = cache.replay_config.max_draft
     while min(seen) < last:
@@ -195,5 +194,5 @@ def _even_out(target: ReplayRows, rows: Rows, sequences: torch.Tensor) -> None:
         taken = [min(last - length, count) for length in seen]
         seen = [length + new for length, new in zip(seen, taken, strict=True)]
         rejected = count - torch.tensor(taken, device=sequences.device)
-        cache.reject_rows(rejected, max(seen) + int(more.max()))
+        target.reject(rejected, max(seen))
     cache.join_rows()

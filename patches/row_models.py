@@ -41,6 +41,10 @@ def positions(mask: torch.Tensor) -> torch.Tensor:
     return (mask.long().cumsum(-1) - 1).clamp(min=0)
 
 
+def _last_states(output: Any) -> torch.Tensor | None:
+    return output.hidden_states[-1] if output.get("hidden_states") is not None else None
+
+
 class ReplayRows:
     """A model on a `ReplayCache`.
 
@@ -70,8 +74,7 @@ class ReplayRows:
 
     def prefill(self, rows: Rows) -> torch.Tensor:
         """Take in the prompts; logits ``[B, vocabulary]`` of the token behind them."""
-        mask = (torch.arange(rows.prompt, device=rows.ids.device) >= rows.padding[:, None]).long()
-        ids = rows.ids[:, : rows.prompt]
+        mask, ids = rows.prompt_mask, rows.ids[:, : rows.prompt]
         named = {generate_cache_name(): self.cache, "use_cache": True, "return_dict": True, **self.first}
         places = None if self._counts_positions else positions(mask)
         output = self.model(input_ids=ids, attention_mask=mask, position_ids=places, logits_to_keep=1, **named)
@@ -96,7 +99,7 @@ class ReplayRows:
         is_own = self._counts_positions or self._shift is not None
         places = self._positions(tokens) if is_own else None
         output = self.call(input_ids=tokens, attention_mask=self.mask, position_ids=places, **inputs)
-        self.states = output.hidden_states[-1] if output.get("hidden_states") is not None else None
+        self.states = _last_states(output)
         return output.logits
 
     @property
@@ -115,12 +118,7 @@ class ReplayRows:
 
     def reject(self, rejected: torch.Tensor, longest: int | None = None) -> None:
         """Forget the last ``rejected`` (int64 ``[B]``) uncommitted tokens and commit the others."""
-        if longest is None:
-            self.cache.cursor.commit(rejected)
-            longest = int(self.cache.row_lengths().max()) - self._more
-        else:
-            self.cache.cursor.commit(rejected)
-        self.cache.cursor.longest = longest + self._more
+        self.cache.reject_rows(rejected, None if longest is None else longest + self._more)
 
 
 class TargetRows(ReplayRows):
@@ -147,7 +145,7 @@ class TargetRows(ReplayRows):
     def prefill(self, rows: Rows) -> torch.Tensor:
         """Take in what the cache has not seen of the prompts."""
         output = self._prefill()
-        self.states = output.hidden_states[-1] if output.get("hidden_states") is not None else None
+        self.states = _last_states(output)
         logits = output.logits[:, -1].clone()
         self.begin(rows, self._mask)
         if self._places is not None and self._places.ndim == 2 and not self._counts_positions:
@@ -201,8 +199,7 @@ class AttentionRows:
         """Take in the prompts; logits ``[B, vocabulary]`` of the token behind them."""
         self.cache.begin(rows.padding)
         places = self.cache.advance(rows.prompt)
-        mask = (torch.arange(rows.prompt, device=rows.ids.device) >= rows.padding[:, None]).long()
-        return self._call(rows.ids[:, : rows.prompt], mask, places)[:, -1]
+        return self._call(rows.ids[:, : rows.prompt], rows.prompt_mask, places)[:, -1]
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Take in ``[B, T]`` more tokens; logits ``[B, T, vocabulary]`` behind each of them."""

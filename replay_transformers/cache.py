@@ -351,9 +351,10 @@ class ReplayCache(RowsOfCache, Cache):
         if uniform and not self.cursor.ragged:
             for layer in self.attention_layers:
                 layer.crop(-uniform)
-        self.cursor.commit(rejected)
         if self.cursor.ragged:
-            self.cursor.longest = int(self.cursor.lengths().max())
+            self.reject_rows(rejected)
+        else:
+            self.cursor.commit(rejected)
 
     def reset(self) -> None:
         """Back to an empty sequence; buffers keep their memory, recording stops."""

@@ -70,15 +70,15 @@ class RowsOfCache:
             layer.join(*lengths)
         self.cursor.ragged = False
 
-    def reject_rows(self, rejected: torch.Tensor, longest: int) -> None:
-        """`crop` for a loop that knows what it does: unchecked, and without waiting for the GPU.
+    def reject_rows(self, rejected: torch.Tensor, longest: int | None = None) -> None:
+        """`crop` for a loop that knows what it does, unchecked. The cache must be one with separate rows.
 
         Args:
             rejected: int64 ``[B]`` on the cursor's device, of each row's uncommitted tokens. The others are committed.
-            longest: tokens that the longest row has seen then, or more. The cache must be one with separate rows.
+            longest: tokens that the longest row has seen then, or more, if known: saves waiting for the GPU.
         """
         self.cursor.commit(rejected)
-        self.cursor.longest = longest
+        self.cursor.longest = int(self.cursor.lengths().max()) if longest is None else longest
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Replace row i by row ``beam_idx[i]`` (int64 ``[B]``), in place."""

@@ -15,8 +15,9 @@ import replay_transformers as rt
 from replay_transformers.generation.draft_length import DraftLength
 from replay_transformers.generation.drafters.mtp import MultiTokenPrediction
 from tests.support import models
+from tests.support.batches import Rounds, observed
 from tests.support.generation import CACHE_ARGUMENT, returned_cache
-from tests.support.mtp import MODELS, STEPS, Rounds, fed, grown, inputs, last_states, observed, truth
+from tests.support.mtp import MODELS, STEPS, fed, grown, inputs, last_states, truth
 
 pytestmark = [
     pytest.mark.usefixtures("enabled"),
@@ -169,7 +170,9 @@ def test_a_prompt_in_chunks(family: str) -> None:
     """The head gets the states of the last chunk only, which begins behind the padding or within it."""
     output, rounds = generate(family, prefill_chunk_size=8)
     assert torch.equal(output, truth(family))
-    rounds.check()
+    chunks = -(-inputs(family)["input_ids"].shape[1] // 8)
+    assert chunks > 1
+    rounds.check(accepting=1, prompts=chunks)
 
 
 @EVERY_FAMILY
@@ -184,7 +187,7 @@ def test_a_second_turn_with_the_cache_of_the_first(family: str) -> None:
     output, rounds = generate(family, given=whole, max_new_tokens=STEPS - 10, **cache)
     assert torch.equal(output, truth(family))
     assert rounds.forwards[0] == 1
-    rounds.check(rejecting=False)
+    rounds.check(accepting=1, rejecting=False)
 
 
 @EVERY_FAMILY
@@ -200,7 +203,7 @@ def test_rows_that_end_early(family: str) -> None:
             row[end + 1 :] = pad
     output, rounds = generate(family, eos_token_id=ends, pad_token_id=pad)
     assert torch.equal(output, expected[:, : output.shape[1]])
-    rounds.check()
+    rounds.check(accepting=1)
 
 
 def test_how_many_tokens_are_drafted() -> None:

@@ -2,9 +2,7 @@
 
 from dataclasses import dataclass, field
 
-__all__ = ["MODES", "DraftLength"]
-
-MODES = ("adaptive", "fixed", "off")
+__all__ = ["FIRST_LENGTH", "DraftLength"]
 
 MEMORY = 0.9  # of what was seen before, at every new round
 CLEAR_GAIN = 2.0  # expected tokens per round with which drafts pay on any machine
@@ -23,7 +21,7 @@ class DraftLength:
 
     Args:
         most: the longest draft.
-        mode: "adaptive"; "fixed": always the longest; "off": none.
+        mode: "adaptive"; "fixed": always the longest; "off": none (`ReplayConfig.draft_length`).
         levels: lengths to choose from, 0 and ``most`` included; None: all.
         seconds: what a round took, by the length of its draft.
     """

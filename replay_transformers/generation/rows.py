@@ -41,6 +41,11 @@ class Rows:
         return self.ids.shape[0]
 
     @property
+    def prompt_mask(self) -> torch.Tensor:
+        """Of the prompts ``[B, S]``: int64, 0 for padding on the left and 1 elsewhere."""
+        return (torch.arange(self.prompt, device=self.ids.device) >= self.padding[:, None]).long()
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest row, as of the last `read`."""
         return max(self.host_lengths)

@@ -5,8 +5,9 @@ import torch
 import transformers
 from packaging.version import Version
 
+from tests.support.batches import observed
 from tests.support.models import greedy_without_cache
-from tests.support.mtp import MODELS, STEPS, inputs, observed
+from tests.support.mtp import MODELS, STEPS, inputs
 
 pytestmark = [
     pytest.mark.usefixtures("enabled"),

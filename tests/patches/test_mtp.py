@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 
 import replay_transformers as rt
 from tests.support import models
+from tests.support.batches import observed
 from tests.support.mtp import (
     MODELS,
-    observed,
     random_nemotron_h_head,
     released,
     sample_qwen3_5,

@@ -19,33 +19,40 @@ class Rounds:
     """What happened in one call.
 
     Args:
-        forwards: new tokens per row in each forward of the target.
+        forwards: new tokens per row in each forward of the target on a cache, those over the prompts first.
+        prefill: how many forwards those are. judged: how many there were by the end of the last round.
+        drafted: length of each round's draft.
         proposed: tokens that each row had as its draft, round by round.
         added: tokens by which each row grew, round by round.
+        drafter: the one that was used. rows: its rows.
     """
 
     forwards: list[int] = field(default_factory=list)
+    prefill: int = 0
+    judged: int = 0
+    drafted: list[int] = field(default_factory=list)
     proposed: list[list[int]] = field(default_factory=list)
     added: list[list[int]] = field(default_factory=list)
+    drafter: Any = None
+    rows: Any = None
 
     def accepted(self) -> list[int]:
         """Drafts that were accepted, of every round and row that took part."""
         return [added - 1 for row in self.added for added in row if added]
 
-    def check(self, accepting: int = 2, rejecting: bool = True, evened: bool = False) -> None:
-        """One forward per round and one for the prompts; rows that accept so many drafts; rows that reject some.
+    def check(self, accepting: int = 2, rejecting: bool = True, evened: bool = False, prompts: int = 1) -> None:
+        """One forward per round, and so many over the prompts; rows that accept so many drafts; rows that reject some.
 
         With ``evened``, more forwards may have brought the rows of a cache that is returned to one length.
         """
-        extra = len(self.forwards) - len(self.added) - 1
-        assert extra >= 0 if evened else extra == 0, "one forward of the target per round"
+        assert self.prefill == prompts
+        assert self.forwards[self.prefill : self.judged] == [drafted + 1 for drafted in self.drafted]
+        assert evened or self.judged == len(self.forwards), "one forward of the target per round"
         assert max(self.accepted()) >= accepting, f"no row accepts {accepting} drafts"
-        rejected = [
-            proposed - (added - 1)
-            for proposals, grown in zip(self.proposed, self.added, strict=True)
-            for proposed, added in zip(proposals, grown, strict=True)
-            if added
-        ]
+        rejected = [0]
+        for proposed, grown in zip(zip(*self.proposed, strict=True), zip(*self.added, strict=True), strict=True):
+            active = [drafts - (added - 1) for drafts, added in zip(proposed, grown, strict=True) if added]
+            rejected += active[:-1]  # in a row's last round drafts may be left out for its length
         assert not rejecting or max(rejected) > 0, "no row rejects a draft"
 
 
@@ -60,9 +67,10 @@ def observed(model: Any, replace: Callable[[Any], Any] | None = None, is_compile
     class Watched:
         def __init__(self, drafter: Any) -> None:
             self.drafter, self.most, self.reads_states = drafter, drafter.most, drafter.reads_states
-            self.proposed = [0]
+            rounds.drafter = drafter
 
         def start(self, rows: Rows, states: Any) -> None:
+            rounds.rows, rounds.prefill = rows, len(rounds.forwards)
             self.drafter.start(rows, states)
 
         def draft(self, rows: Rows, length: int) -> Draft:
@@ -70,6 +78,8 @@ def observed(model: Any, replace: Callable[[Any], Any] | None = None, is_compile
             return self.latest
 
         def verified(self, rows: Rows, drafted: int, added: torch.Tensor, states: Any) -> None:
+            rounds.judged = len(rounds.forwards)
+            rounds.drafted.append(drafted)
             rounds.proposed.append(self.latest.counts.tolist() if drafted else [0] * rows.batch)
             rounds.added.append(added.tolist())
             self.drafter.verified(rows, drafted, added, states)
@@ -79,7 +89,8 @@ def observed(model: Any, replace: Callable[[Any], Any] | None = None, is_compile
         return Watched(drafter if replace is None else replace(drafter))
 
     def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        rounds.forwards.append(kwargs["input_ids"].shape[1])
+        if kwargs.get("use_cache"):
+            rounds.forwards.append(kwargs["input_ids"].shape[1])
 
     hook = None if is_compiled else model.register_forward_pre_hook(note, with_kwargs=True)
     batched._drafter = build

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,67 +19,6 @@ from tests.support import models
 
 STEPS = 24
 PADS = [0, 3, 6, 1, 0]
-
-
-@dataclass
-class Rounds:
-    """What happened in one call.
-
-    Args:
-        forwards: new tokens per row in each forward of the target, those over the prompts first.
-        prefill: how many forwards those are.
-        drafted: length of each round's draft.
-        added: tokens by which each row grew, round by round.
-        drafter: the one that was used. rows: its rows.
-        is_open: there are rows that go on; what is fed to the cache afterwards is no round.
-    """
-
-    forwards: list[int] = field(default_factory=list)
-    prefill: int = 0
-    drafted: list[int] = field(default_factory=list)
-    added: list[list[int]] = field(default_factory=list)
-    drafter: Any = None
-    rows: Any = None
-    is_open: bool = True
-
-    def check(self, accepting: int = 1, rejecting: bool = True) -> None:
-        """One forward per round; a row that accepts so many drafts; one that rejects some."""
-        assert self.forwards[self.prefill :] == [drafted + 1 for drafted in self.drafted]
-        assert max(max(added) for added in self.added) - 1 >= accepting, f"no row accepts {accepting} drafts"
-        rejected = [0]
-        for row in zip(*self.added, strict=True):
-            active = [drafted + 1 - added for drafted, added in zip(self.drafted, row, strict=True) if added]
-            rejected += active[:-1]  # in a row's last round drafts may be left out for its length
-        assert not rejecting or max(rejected) > 0, "no row rejects a draft"
-
-
-@contextmanager
-def observed(model: Any) -> Iterator[Rounds]:
-    """Notes what the calls of `generate` within do."""
-    rounds, originals = Rounds(), (MultiTokenPrediction.start, MultiTokenPrediction.verified)
-
-    def start(self: Any, rows: Any, states: Any) -> None:
-        if rounds.drafter is None:
-            rounds.drafter, rounds.rows, rounds.prefill = self, rows, len(rounds.forwards)
-        originals[0](self, rows, states)
-
-    def verified(self: Any, rows: Any, drafted: int, added: torch.Tensor, states: Any) -> None:
-        rounds.drafted.append(drafted)
-        rounds.added.append(added.tolist())
-        rounds.is_open = bool(rows.active.any())
-        originals[1](self, rows, drafted, added, states)
-
-    def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        if rounds.is_open and kwargs.get("use_cache"):
-            rounds.forwards.append(kwargs["input_ids"].shape[1])
-
-    hook = model.register_forward_pre_hook(note, with_kwargs=True)
-    MultiTokenPrediction.start, MultiTokenPrediction.verified = start, verified  # type: ignore[method-assign]
-    try:
-        yield rounds
-    finally:
-        hook.remove()
-        MultiTokenPrediction.start, MultiTokenPrediction.verified = originals  # type: ignore[method-assign]
 
 
 def last_states(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
