@@ -162,7 +162,7 @@ def patched_attributes() -> list[tuple[Any, str]]:
 def _apply(patches: _Patches) -> None:
     from transformers.generation import configuration_utils, utils
 
-    from replay_transformers.patches import assisted, attention, generate, guard, mixer
+    from replay_transformers.patches import assisted, attention, generate, guard, mixer, stop_check
 
     patches.settings = generate.GenerateSettings(prepare_model=functools.partial(_rebind_instances, patches))
     for name, patch_name in MIXERS.items():
@@ -186,6 +186,9 @@ def _apply(patches: _Patches) -> None:
         patches.replace(mixin, method, wrap(vars(mixin)[method]))
     sampling = "_speculative_sampling"
     patches.replace(utils, sampling, assisted.wrap_speculative_sampling(vars(utils)[sampling], patches.settings))
+    if hasattr(utils, "DeferredStopCheck"):
+        check = utils.DeferredStopCheck
+        patches.replace(check, "is_supported", staticmethod(stop_check.wrap_is_supported(check.is_supported)))
     for module in (configuration_utils, utils):
         for listed, additions in (
             ("ALL_CACHE_IMPLEMENTATIONS", generate.CACHE_NAMES),

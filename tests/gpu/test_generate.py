@@ -1,7 +1,10 @@
 """`generate` with replay caches on a GPU: the same tokens as without a cache, compiled with CUDA graphs as well."""
 
+from typing import Any
+
 import pytest
 import torch
+from transformers.generation import utils
 
 import replay_transformers as rt
 from tests.support.generation import CACHE_ARGUMENT
@@ -69,3 +72,30 @@ def test_rollback_on_the_device() -> None:
             model(input_ids=ids[row : row + 1, :keep], **{CACHE_ARGUMENT: fresh})
             expected.append(fresh.state(0))
     torch.testing.assert_close(cache.state(0), torch.cat(expected), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not hasattr(utils, "DeferredStopCheck"), reason="transformers reads it at once before 5.24")
+@pytest.mark.parametrize("implementation", ["replay", "replay_static"])
+def test_rows_that_end_early(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether all rows are finished is read a step late, but not where the cache is returned: the tokens are equal."""
+    made: list[str] = []
+    for check in (utils.StopCheck, utils.DeferredStopCheck):
+        monkeypatch.setattr(utils, check.__name__, _counted(check, made))
+    model, inputs = build_nemotron_h("M*").cuda(), _inputs()
+    arguments = {"cache_implementation": implementation, "do_sample": False, "max_new_tokens": 40}
+    plain = model.generate(**inputs, **arguments)
+    arguments |= {"eos_token_id": [int(plain[row, 9 + 7 * row + 3]) for row in range(3)], "pad_token_id": 0}
+    made.clear()
+    at_once = model.generate(**inputs, **arguments, return_dict_in_generate=True).sequences
+    late = model.generate(**inputs, **arguments)
+    assert made == ["StopCheck", "DeferredStopCheck"]
+    assert torch.equal(late, at_once)
+    assert late.shape[1] < plain.shape[1]
+
+
+def _counted(check: type, made: list[str]) -> type:
+    def build(self: Any, *arguments: Any) -> None:
+        made.append(check.__name__)
+        check.__init__(self, *arguments)
+
+    return type(check.__name__, (check,), {"__init__": build})
