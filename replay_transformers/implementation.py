@@ -126,5 +126,6 @@ def _import_library(operator: str) -> ModuleType | None:
     except Exception as error:  # whatever a library built for another torch raises
         if (operator, name) not in _said:
             _said.add((operator, name))
-            logger.warning("%s is installed and cannot be imported; prompts are scanned without it: %s", name, error)
+            why = str(error)  # not the error: handlers that keep it would keep its frames, and a cache in one of them
+            logger.warning("%s is installed and cannot be imported; prompts are scanned without it: %s", name, why)
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -151,3 +152,19 @@ def test_caches_on_triton_are_copied_and_pickled() -> None:
         assert {layer.config.impl for layer in other.replay_layers} == {"triton"}
         assert_logits(feed(model, other, tokens[:, 4:]), truth)
         assert int(other.get_seq_length()) == 5
+
+
+def test_a_library_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Said once, without it; what is logged holds no frame, in which a cache could live on."""
+    monkeypatch.setitem(sys.modules, "fla", None)
+    implementation._import_library.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert implementation._import_library("gated_delta") is None
+    finally:
+        implementation._import_library.cache_clear()
+    (record,) = [
+        record for record in caplog.records if "fla is installed and cannot be imported" in record.getMessage()
+    ]
+    assert isinstance(record.args, tuple)
+    assert all(isinstance(value, str) for value in record.args)
