@@ -14,7 +14,7 @@ import replay_transformers as rt
 
 from .generate_steps import StepRecorder, run_generate
 from .presets import Preset
-from .profiles import kernel_times, step_profile
+from .profiles import NAME_LENGTH, kernel_times, step_profile
 from .stock import require_kernel
 from .timing import quantile
 
@@ -191,7 +191,8 @@ def _measure(model: Any, cell: Cell, settings: Settings, expected: Expected | No
         if cell.configuration == "dynamic":
             require_kernel(model, calls)
         # compiled, transformers takes other paths of its own; what ran is written down
-        record["heaviest_kernels"] = sorted(calls, key=calls.__getitem__, reverse=True)[:HEAVIEST]
+        heaviest = sorted(calls, key=calls.__getitem__, reverse=True)[:HEAVIEST]
+        record["heaviest_kernels"] = [name[:NAME_LENGTH] for name in heaviest]
     run_generate(model, ids, settings.short, StepRecorder(device), **arguments)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
