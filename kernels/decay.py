@@ -5,9 +5,11 @@ Exponentials of prefix sums are never multiplied or divided by each other: stron
 few tokens, and differences of long prefix sums cancel.
 """
 
+import math
+
 import torch
 
-__all__ = ["at_least_float32", "readable", "segment_sums", "suffix_sums"]
+__all__ = ["at_least_float32", "is_forgotten", "segment_sums", "suffix_sums"]
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
@@ -15,9 +17,9 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(torch.float32, dtype)
 
 
-def readable(state: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``state`` in the compute dtype; a copy where autograd may come back for it after it was overwritten in place."""
-    return state.to(dtype, copy=torch.is_grad_enabled())
+def is_forgotten(logs: torch.Tensor, threshold: float) -> torch.Tensor:
+    """Whether a state that is scaled by the exponential of these logs is scaled by less than ``threshold`` (> 0)."""
+    return logs < math.log(threshold)
 
 
 def suffix_sums(logs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

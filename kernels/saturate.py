@@ -2,7 +2,7 @@
 
 import torch
 
-__all__ = ["store", "store_rows"]
+__all__ = ["bounded", "store"]
 
 
 def store(state: torch.Tensor, values: torch.Tensor) -> None:
@@ -16,17 +16,11 @@ def store(state: torch.Tensor, values: torch.Tensor) -> None:
         values: same shape, in the compute dtype.
     """
     with torch.no_grad():
-        state.copy_(_bounded(values, state.dtype))
+        state.copy_(bounded(values, state.dtype))
 
 
-def store_rows(state: torch.Tensor, values: torch.Tensor, rows: torch.Tensor) -> None:
-    """As `store`, for the chosen rows (bool ``[B]``) of ``[B, ...]`` tensors; the other rows keep their bytes."""
-    mask = rows.view(-1, *[1] * (state.ndim - 1))
-    with torch.no_grad():
-        state.copy_(torch.where(mask, _bounded(values, state.dtype).to(state.dtype), state))
-
-
-def _bounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def bounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The values, those beyond float16's largest as the largest if that is the dtype they are meant for."""
     if dtype != torch.float16:
         return values
     limit = torch.finfo(torch.float16).max

@@ -296,10 +296,10 @@ class ReplayCache(RowsOfCache, Cache):
     def memory_footprint(self) -> dict[str, int]:
         """Allocated bytes by kind: ``checkpoint``, ``readout``, ``ring``, ``convolution``, ``attention``."""
         sizes = dict.fromkeys(("checkpoint", "readout", "ring", "convolution", "attention"), 0)
-        kinds = {"checkpoint": "checkpoint", "conv_ring": "convolution"}
+        kinds = {"checkpoint": "checkpoint", "readout": "readout", "conv_ring": "convolution"}
         for layer in self.replay_layers:
             for name, buffer in layer.buffers().items():
-                sizes[kinds.get(name, "ring")] += buffer.numel() * buffer.element_size()
+                sizes[kinds.get(name.split(".")[0], "ring")] += buffer.numel() * buffer.element_size()
         for layer in self.attention_layers:
             for buffer in (layer.keys, layer.values):
                 if buffer is not None:

@@ -4,16 +4,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-import torch
+from replay_transformers.kernels.formats import CHECKPOINTS, FORMATS, READOUTS, PlainFormat
 
-__all__ = ["CHECKPOINT_DTYPES", "ReplayConfig"]
+__all__ = ["ReplayConfig"]
 
-CHECKPOINT_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
 IMPLEMENTATIONS = ("auto", "reference", "triton")
 DRAFT_LENGTHS = ("adaptive", "fixed", "off")
 MOST_RECORDS = 512  # of a ring that the Triton kernels work on: they hold all keys of a group at once
@@ -27,9 +21,14 @@ class ReplayConfig:
         window: tokens between two flushes of a row, 1 or more. 1 writes the state at every step, like eager decoding.
         max_draft: how many of the last tokens `crop` can reject while the cache records, 0 or more.
         checkpoint: precision of the recurrent state that enters the recurrence: "float32" (whatever the model's
-            dtype), "bfloat16", "float16" (saturates at 65,504) or "float64" (for oracles).
-        readout: precision of a separate copy that plain steps read. Only None (read the checkpoint) is supported yet.
-        decay_skip: threshold under which a head does not read its checkpoint. Only 0.0 (off) is supported yet.
+            dtype), "bfloat16", "float16" (saturates at 65,504), "fp8" (e4m3, a scale per row of the state), "nvfp4"
+            (e2m1, a scale per 16 values), "float16_sr" or "fp8_sr" (with stochastic rounding), or "float64" (for
+            oracles).
+        readout: precision of a separate copy that steps read, and no flush: "float32", "bfloat16", "float16", "fp8" or
+            "nvfp4". It is made anew from the checkpoint at every flush. None: steps read the checkpoint.
+        decay_skip: heads whose records scale the checkpoint by less than this do not read it, and forget it when they
+            flush: at least 0 (off) and less than 1. An output is off by at most this times the norm of the largest
+            state so far and that of C (Gated DeltaNet: of q).
         impl: what runs the steps: "auto" (Triton kernels on a GPU, the reference elsewhere, for float64 and where
             gradients are asked for), "reference" (plain PyTorch) or "triton". An explicit choice never falls back.
             Forwards of more than ``max_draft + 1`` tokens are scanned, with "auto" by flash-linear-attention or
@@ -38,6 +37,7 @@ class ReplayConfig:
         draft_length: how many tokens assisted generation drafts per round: "adaptive" (as many as pay, by what was
             accepted and how long rounds took; none where drafts do not pay), "fixed" (as many as the drafter may) or
             "off" (none).
+        seed: of stochastic rounding. The same seed and the same tokens in the same rows round alike.
 
     Raises:
         ValueError: a value of the wrong type or out of range.
@@ -51,24 +51,20 @@ class ReplayConfig:
     decay_skip: float = 0.0
     impl: str = "auto"
     draft_length: str = "adaptive"
+    seed: int = 0
 
     def __post_init__(self) -> None:
         _check_int("window", self.window, minimum=1)
         _check_int("max_draft", self.max_draft, minimum=0)
-        if not isinstance(self.checkpoint, str):
-            raise ValueError(f"checkpoint must be one of {sorted(CHECKPOINT_DTYPES)}, got {self.checkpoint!r}")
-        if self.checkpoint not in CHECKPOINT_DTYPES:
-            raise NotImplementedError(
-                f"checkpoint={self.checkpoint!r} is not supported; choose one of {sorted(CHECKPOINT_DTYPES)}"
-            )
-        if self.readout is not None:
-            raise NotImplementedError(f"readout={self.readout!r} is not supported yet; leave it at None")
+        if self.checkpoint not in CHECKPOINTS:
+            raise ValueError(f"checkpoint must be one of {CHECKPOINTS}, got {self.checkpoint!r}")
+        if self.readout is not None and self.readout not in READOUTS:
+            raise ValueError(f"readout must be None or one of {READOUTS}, got {self.readout!r}")
         if isinstance(self.decay_skip, bool) or not isinstance(self.decay_skip, (int, float)):
             raise ValueError(f"decay_skip must be a number from 0 to 1, got {self.decay_skip!r}")
         if not 0 <= self.decay_skip < 1:
             raise ValueError(f"decay_skip must lie in [0, 1), got {self.decay_skip!r}")
-        if self.decay_skip:
-            raise NotImplementedError(f"decay_skip={self.decay_skip!r} is not supported yet; leave it at 0.0")
+        _check_int("seed", self.seed, minimum=0)
         if self.draft_length not in DRAFT_LENGTHS:
             raise ValueError(f"draft_length must be one of {DRAFT_LENGTHS}, got {self.draft_length!r}")
         if self.impl not in IMPLEMENTATIONS:
@@ -106,9 +102,9 @@ class ReplayConfig:
         return asdict(self)
 
     @property
-    def checkpoint_dtype(self) -> torch.dtype:
-        """The dtype of the checkpoint tensors."""
-        return CHECKPOINT_DTYPES[self.checkpoint]
+    def is_plain(self) -> bool:
+        """Whether the state is one tensor of floats, read and written as it is by every head."""
+        return isinstance(FORMATS[self.checkpoint], PlainFormat) and self.readout is None and not self.decay_skip
 
     @property
     def max_step(self) -> int:

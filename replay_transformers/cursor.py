@@ -199,7 +199,8 @@ class Cursor:
     def _writes_through(self, rows: int, device: torch.device) -> bool:
         """Whether eager updates are faster: the states are small, on a GPU, and no record waits to be folded."""
         is_small = rows * self.state_bytes <= WRITE_THROUGH_BYTES
-        return self.config.impl == "auto" and device.type == THROUGH_DEVICE and is_small and self.empty
+        is_free = self.config.impl == "auto" and self.config.is_plain
+        return is_free and device.type == THROUGH_DEVICE and is_small and self.empty
 
     def _folds(self, committed: torch.Tensor, pending: torch.Tensor, tokens: int) -> torch.Tensor | None:
         """`StepPlan.folds`: a tensor wherever asking the host would stall a GPU or break a graph."""

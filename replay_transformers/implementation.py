@@ -11,6 +11,8 @@ from types import ModuleType
 import torch
 from packaging.version import Version
 
+from replay_transformers.kernels.formats.stored import State
+
 __all__ = ["Implementations"]
 
 logger = logging.getLogger(__name__)
@@ -37,11 +39,11 @@ class Implementations:
         impl: "auto", "reference" or "triton", as in `ReplayConfig`. "auto" takes Triton on a GPU unless gradients are
             asked for or a dtype is not one of Triton's (float64), and the reference elsewhere. "triton" runs on a CPU
             as well where Triton's interpreter is switched on (TRITON_INTERPRET=1).
-        is_too_long: the rings are longer than the Triton kernels take.
+        refusal: why the Triton kernels cannot run with the cache's settings; None if they can.
     """
 
-    def __init__(self, operator: str, impl: str, is_too_long: bool = False) -> None:
-        self.operator, self.impl, self.is_too_long = operator, impl, is_too_long
+    def __init__(self, operator: str, impl: str, refusal: str | None = None) -> None:
+        self.operator, self.impl, self.refusal = operator, impl, refusal
         self.reference = importlib.import_module(f"replay_transformers.kernels.{operator}.reference")
         self.triton: ModuleType | None = None
         self.interpreted = impl == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
@@ -54,10 +56,10 @@ class Implementations:
         if impl == "auto" and torch.cuda.is_available():
             self.library = _import_library(operator)
 
-    def __reduce__(self) -> tuple[type, tuple[str, str, bool]]:
-        return type(self), (self.operator, self.impl, self.is_too_long)  # modules cannot be pickled
+    def __reduce__(self) -> tuple[type, tuple[str, str, str | None]]:
+        return type(self), (self.operator, self.impl, self.refusal)  # modules cannot be pickled
 
-    def choose(self, state: torch.Tensor, *operands: torch.Tensor) -> ModuleType:
+    def choose(self, state: State, *operands: torch.Tensor) -> ModuleType:
         """The module whose functions run the operator on these tensors.
 
         Args:
@@ -94,17 +96,17 @@ class Implementations:
         self._say(f"library {LIBRARIES[self.operator]}", "installed", what="prompts")
         return self.library
 
-    def _why_not_triton(self, state: torch.Tensor, operands: tuple[torch.Tensor, ...]) -> str | None:
+    def _why_not_triton(self, state: State, operands: tuple[torch.Tensor, ...]) -> str | None:
         if state.device.type != GPU and not self.interpreted:
             return f"the tensors are on {state.device}, not on a GPU"
         if self.too_old:
             return f"triton {OLDEST_TRITON} or newer is needed, found {_installed_triton()}"
         if self.triton is None:
             return "triton is not installed"
-        if self.is_too_long:
-            return "the rings are longer than the kernels take"
+        if self.refusal is not None:
+            return self.refusal
         for tensor in (state, *operands):
-            if tensor.dtype not in TRITON_DTYPES:
+            if isinstance(tensor, torch.Tensor) and tensor.dtype not in TRITON_DTYPES:
                 return f"a tensor is {tensor.dtype}, and the kernels take float32, bfloat16 and float16"
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in operands):
             return "gradients are enabled, and the kernels have none; torch.no_grad() switches them off"

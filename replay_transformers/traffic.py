@@ -184,7 +184,7 @@ def cache_buffers(cache: Cache) -> dict[str, list[torch.Tensor]]:
     for layer in cache.layers:
         if isinstance(layer, ReplayLayer):
             for name, buffer in layer.buffers().items():
-                buffers[REPLAY_KINDS.get(name, "ring")].append(buffer)
+                buffers[REPLAY_KINDS.get(name.split(".")[0], "ring")].append(buffer)
         elif isinstance(layer, LinearAttentionCacheLayerMixin):
             buffers["state"] += [state for state in layer.recurrent_states.values() if state is not None]
             buffers["convolution"] += [state for state in layer.conv_states.values() if state is not None]

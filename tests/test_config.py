@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replay_transformers import ReplayConfig
-from replay_transformers.config import CHECKPOINT_DTYPES
 from replay_transformers.cursor import Cursor
+from replay_transformers.kernels.formats import CHECKPOINTS, READOUTS
 
 # field, value, what the message must contain: the value and what was expected
 WRONG = [
@@ -65,15 +65,22 @@ def test_what_the_kernels_cannot_do_is_refused_where_they_are_asked_for(
 
 
 def test_an_unknown_checkpoint_names_the_known_ones() -> None:
-    with pytest.raises(NotImplementedError, match="'int4'") as caught:
+    with pytest.raises(ValueError, match="'int4'") as caught:
         ReplayConfig(checkpoint="int4")
-    assert all(name in str(caught.value) for name in CHECKPOINT_DTYPES)
+    assert all(name in str(caught.value) for name in CHECKPOINTS)
 
 
-@pytest.mark.parametrize(("field", "value"), [("readout", "fp8"), ("decay_skip", 0.5)])
-def test_what_is_not_supported_yet_says_so(field: str, value: Any) -> None:
-    with pytest.raises(NotImplementedError, match=f"{field}={value!r} is not supported yet"):
-        ReplayConfig(**{field: value})
+@pytest.mark.parametrize("value", ["int4", "fp8_sr", "float64", 8, ""])
+def test_an_unknown_readout_names_the_known_ones(value: Any) -> None:
+    with pytest.raises(ValueError, match="readout must be None or one of") as caught:
+        ReplayConfig(readout=value)
+    assert all(name in str(caught.value) for name in (*READOUTS, repr(value)))
+
+
+def test_what_is_plain() -> None:
+    assert all(ReplayConfig(checkpoint=name).is_plain for name in ("float32", "bfloat16", "float16", "float64"))
+    others: list[dict[str, Any]] = [{"checkpoint": "fp8"}, {"readout": "bfloat16"}, {"decay_skip": 0.1}]
+    assert not any(ReplayConfig(**settings).is_plain for settings in others)
 
 
 def test_defaults_are_valid_and_exact() -> None:
@@ -86,8 +93,8 @@ def test_defaults_are_valid_and_exact() -> None:
         "decay_skip": 0.0,
         "impl": "auto",
         "draft_length": "adaptive",
+        "seed": 0,
     }
-    assert config.checkpoint_dtype == torch.float32
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.window = 3  # type: ignore[misc]
 
@@ -95,14 +102,13 @@ def test_defaults_are_valid_and_exact() -> None:
 @given(
     st.integers(1, 64),
     st.integers(0, 64),
-    st.sampled_from(sorted(CHECKPOINT_DTYPES)),
+    st.sampled_from(CHECKPOINTS),
     st.sampled_from(["auto", "reference"]),
 )
 def test_dicts_round_trip(window: int, max_draft: int, checkpoint: str, impl: str) -> None:
     config = ReplayConfig(window=window, max_draft=max_draft, checkpoint=checkpoint, impl=impl)
     assert ReplayConfig.from_dict(config.to_dict()) == config
     assert hash(ReplayConfig.from_dict(config.to_dict())) == hash(config)
-    assert config.checkpoint_dtype == getattr(torch, checkpoint)
 
 
 def test_from_dict_takes_a_part_or_nothing() -> None:

@@ -32,14 +32,14 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
 
 
 def test_rings_that_are_too_long_for_the_kernels() -> None:
-    narrow = Implementations("mamba2", "triton", is_too_long=True)
+    narrow = Implementations("mamba2", "triton", refusal="the rings are longer than the kernels take")
     with pytest.raises(ValueError, match="the rings are longer than the kernels take"):
         narrow.choose(FLOAT, FLOAT)
-    assert copy.deepcopy(narrow).is_too_long
+    assert copy.deepcopy(narrow).refusal == narrow.refusal
     model = model_for("nemotron_h-M")
     for window, is_too_long in ((600, True), (16, False)):
         layer = rt.ReplayCache(model.config, rt.ReplayConfig(window=window)).replay_layers[0]
-        assert layer._recurrence.is_too_long == is_too_long
+        assert (layer._recurrence.refusal is not None) == is_too_long
 
 
 @ON_CPU

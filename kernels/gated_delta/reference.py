@@ -22,10 +22,11 @@ or float64 for float64 inputs.
 
 import torch
 
-from replay_transformers.kernels.decay import at_least_float32, readable, segment_sums, suffix_sums
+from replay_transformers.kernels.decay import at_least_float32, is_forgotten, segment_sums, suffix_sums
+from replay_transformers.kernels.formats.stored import State, readable, refresh, store_rows
 from replay_transformers.kernels.heads import by_group, heads_first, scale_scores
 from replay_transformers.kernels.ring import gather_records, live_records, record_slots, write_records
-from replay_transformers.kernels.saturate import store, store_rows
+from replay_transformers.kernels.saturate import store
 
 __all__ = ["fold", "folded_state", "l2_normalise", "replay_step", "scan", "update"]
 
@@ -74,7 +75,7 @@ def _block_deltas(
 
 
 def folded_state(
-    state: torch.Tensor,
+    state: State,
     ring_k: torch.Tensor,
     ring_v: torch.Tensor,
     ring_g: torch.Tensor,
@@ -82,14 +83,16 @@ def folded_state(
     *,
     base: torch.Tensor,
     count: torch.Tensor,
+    decay_skip: float = 0.0,
 ) -> torch.Tensor:
     """The state after the ``count`` oldest records of each row. Nothing is mutated.
 
     Args:
-        state: ``[B, Hv, K, V]``, the checkpoint, any float dtype.
+        state: ``[B, Hv, K, V]``, the checkpoint, in any format.
         ring_k: ``[B, Hk, R, K]``; ring_v: ``[B, Hv, R, V]``; ring_g, ring_beta: ``[B, Hv, R]``.
         base: int64 ``[B]``, absolute position of the row's oldest record.
         count: int64 ``[B]``, between 0 and ``R``.
+        decay_skip: states that these records scale by less than this are left out.
 
     Returns:
         ``[B, Hv, K, V]`` in float32 (float64 if the records are). Rows with ``count == 0`` equal ``state``
@@ -103,11 +106,13 @@ def folded_state(
         gather_records(ring, slots, live, dim=2).to(compute) for ring in (ring_k, ring_v, ring_g, ring_beta)
     )
     keys, start = l2_normalise(k), readable(state, compute)
+    if decay_skip:
+        start = start.masked_fill(is_forgotten(suffix_sums(logs)[1], decay_skip)[..., None, None], 0)
     return _next_state(start, _block_deltas(start, keys, v, logs, beta), keys, logs)
 
 
 def fold(
-    state: torch.Tensor,
+    state: State,
     ring_k: torch.Tensor,
     ring_v: torch.Tensor,
     ring_g: torch.Tensor,
@@ -115,14 +120,19 @@ def fold(
     *,
     base: torch.Tensor,
     count: torch.Tensor,
+    readout: State | None = None,
+    decay_skip: float = 0.0,
 ) -> None:
     """Fold the ``count`` oldest records of each row into ``state``, **in place** (arguments as in `folded_state`).
 
-    The checkpoint is written once, in its own dtype. Rows with ``count == 0`` keep their bytes.
+    The checkpoint is written once, in its own format, and so is ``readout``, the copy of it that steps read. Rows with
+    ``count == 0`` keep their bytes.
     """
     with torch.no_grad():
-        folded = folded_state(state, ring_k, ring_v, ring_g, ring_beta, base=base, count=count)
-        store_rows(state, folded, count > 0)
+        rings = ring_k, ring_v, ring_g, ring_beta
+        folded = folded_state(state, *rings, base=base, count=count, decay_skip=decay_skip)
+        store_rows(state, folded, count > 0, base + count)
+        refresh(readout, state, base + count, count > 0)
 
 
 def replay_step(
@@ -132,7 +142,7 @@ def replay_step(
     g: torch.Tensor,
     beta: torch.Tensor,
     *,
-    state: torch.Tensor,
+    state: State,
     ring_k: torch.Tensor,
     ring_v: torch.Tensor,
     ring_g: torch.Tensor,
@@ -143,6 +153,8 @@ def replay_step(
     pending: torch.Tensor,
     folds: torch.Tensor | None,
     max_records: int | None = None,
+    readout: State | None = None,
+    decay_skip: float = 0.0,
 ) -> torch.Tensor:
     """One forward of ``T`` tokens per row: flush the rows that are due, read out, append the new records.
 
@@ -162,6 +174,9 @@ def replay_step(
             due, and skips the fold.
         max_records: promises that no row holds more records before the step; fewer slots are looked at then. None:
             as many as the ring has room for.
+        readout: a copy of the checkpoint in a narrower format, read instead of it and **mutated** in rows that are due.
+        decay_skip: heads whose state the records and the first new token scale by less than this do not read it, and
+            those whose state the folded records scale by less forget it.
 
     Returns:
         ``[B, T, Hv, V]`` in the dtype of ``q``.
@@ -169,10 +184,18 @@ def replay_step(
     tokens, capacity = q.shape[1], ring_k.shape[2]
     compute = at_least_float32(q.dtype)
     live_count = committed + pending
-    if folds is not None:
-        fold(state, ring_k, ring_v, ring_g, ring_beta, base=base, count=folds)
+    # what was rounded is read before it is rounded anew: the records' `d` belong to what was read
+    folds_last = readout is not None or not isinstance(state, torch.Tensor)
+
+    def flush() -> None:
+        if folds is not None:
+            rings = ring_k, ring_v, ring_g, ring_beta
+            fold(state, *rings, base=base, count=folds, readout=readout, decay_skip=decay_skip)
+
+    if not folds_last:
+        flush()
     ages = capacity if max_records is None else min(max_records, capacity)
-    live = live_records(torch.zeros_like(committed) if folds is None else folds, live_count, ages)
+    live = live_records(torch.zeros_like(committed) if folds is None or folds_last else folds, live_count, ages)
 
     slots = record_slots(base, ages, capacity)
     past_k, past_logs, past_d = (gather_records(r, slots, live, dim=2).to(compute) for r in (ring_k, ring_g, ring_d))
@@ -186,7 +209,10 @@ def replay_step(
     after, total = suffix_sums(past_logs)
     since = logs.cumsum(-1)
     since = torch.cat([since, since], dim=-1)
-    answers = _read_state(readable(state, compute), vectors) * (total[..., None] + since).exp()[..., None]
+    source = readable(state if readout is None else readout, compute)
+    answers = _read_state(source, vectors) * (total[..., None] + since).exp()[..., None]
+    if decay_skip:
+        answers = answers.masked_fill(is_forgotten(total + since[..., 0], decay_skip)[..., None, None], 0)
     past_weights = (since[..., :, None] + after[..., None, :]).exp()
     answers = answers + scale_scores(past_weights, vectors @ past_keys.transpose(-1, -2)) @ past_d
 
@@ -198,6 +224,8 @@ def replay_step(
     for ring, record in ((ring_k, k), (ring_v, v), (ring_g, g), (ring_beta, beta)):
         write_records(ring, new_slots, record.transpose(1, 2), dim=2)
     write_records(ring_d, new_slots, deltas, dim=2)
+    if folds_last:
+        flush()
     return output.transpose(1, 2).to(q.dtype)
 
 

@@ -14,10 +14,11 @@ and ``C``, ``N`` state dimension, ``R`` ring slots. Everything is computed in fl
 
 import torch
 
-from replay_transformers.kernels.decay import at_least_float32, readable, segment_sums, suffix_sums
+from replay_transformers.kernels.decay import at_least_float32, is_forgotten, segment_sums, suffix_sums
+from replay_transformers.kernels.formats.stored import State, readable, refresh, store_rows
 from replay_transformers.kernels.heads import by_group, heads_first, read_state, scale_scores
 from replay_transformers.kernels.ring import gather_records, live_records, record_slots, write_records
-from replay_transformers.kernels.saturate import store, store_rows
+from replay_transformers.kernels.saturate import store
 
 __all__ = ["fold", "folded_state", "replay_step", "scan", "update"]
 
@@ -28,28 +29,34 @@ def _weighted_sum(weights: torch.Tensor, scores: torch.Tensor, x: torch.Tensor) 
 
 
 def _next_state(
-    state: torch.Tensor, x: torch.Tensor, B: torch.Tensor, dt: torch.Tensor, A: torch.Tensor
+    state: State, x: torch.Tensor, B: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, decay_skip: float = 0.0
 ) -> torch.Tensor:
     """The state after ``n`` tokens: x ``[B, H, n, P]``, B ``[B, G, n, N]``, dt ``[B, H, n]`` -> ``[B, H, P, N]``."""
     after, total = suffix_sums(dt * A[:, None])
     weighted = x * (after.exp() * dt)[..., None]
     update = by_group(weighted, B.shape[1]).transpose(-1, -2) @ B[:, :, None]
-    return readable(state, x.dtype) * total.exp()[..., None, None] + update.flatten(1, 2)
+    before = readable(state, x.dtype)
+    if decay_skip:
+        before = before.masked_fill(is_forgotten(total, decay_skip)[..., None, None], 0)
+    return before * total.exp()[..., None, None] + update.flatten(1, 2)
 
 
 def _block(
-    state: torch.Tensor,
+    state: State,
     x: torch.Tensor,
     B: torch.Tensor,
     C: torch.Tensor,
     dt: torch.Tensor,
     A: torch.Tensor,
     before: torch.Tensor | None = None,
+    decay_skip: float = 0.0,
 ) -> torch.Tensor:
     """Output of one block of tokens on top of ``state``; ``before`` (``[B, H]``) is the log-decay since ``state``."""
     logs = dt * A[:, None]
     decay = logs.cumsum(-1) if before is None else logs.cumsum(-1) + before[..., None]
     carried = read_state(readable(state, x.dtype), C) * decay.exp()[..., None]
+    if decay_skip:
+        carried = carried.masked_fill(is_forgotten(decay[..., 0], decay_skip)[..., None, None], 0)
     weights = segment_sums(logs).exp() * dt[..., None, :]
     return carried + _weighted_sum(weights, C @ B.transpose(-1, -2), x)
 
@@ -71,7 +78,7 @@ def _records(
 
 
 def folded_state(
-    state: torch.Tensor,
+    state: State,
     ring_x: torch.Tensor,
     ring_b: torch.Tensor,
     ring_dt: torch.Tensor,
@@ -79,15 +86,17 @@ def folded_state(
     *,
     base: torch.Tensor,
     count: torch.Tensor,
+    decay_skip: float = 0.0,
 ) -> torch.Tensor:
     """The state after the ``count`` oldest records of each row. Nothing is mutated.
 
     Args:
-        state: ``[B, H, P, N]``, the checkpoint, any float dtype.
+        state: ``[B, H, P, N]``, the checkpoint, in any format.
         ring_x: ``[B, H, R, P]``; ring_b: ``[B, G, R, N]``; ring_dt: ``[B, H, R]``.
         A: ``[H]``, negative.
         base: int64 ``[B]``, absolute position of the row's oldest record.
         count: int64 ``[B]``, between 0 and ``R``.
+        decay_skip: states that these records scale by less than this are left out.
 
     Returns:
         ``[B, H, P, N]`` in float32 (float64 if the records are). Rows with ``count == 0`` equal ``state``
@@ -96,11 +105,11 @@ def folded_state(
     compute = at_least_float32(ring_x.dtype)
     live = live_records(torch.zeros_like(count), count, ring_x.shape[2])
     x, B, dt = _records((ring_x, ring_b, ring_dt), base, live, compute)
-    return _next_state(state, x, B, dt, A.to(compute))
+    return _next_state(state, x, B, dt, A.to(compute), decay_skip)
 
 
 def fold(
-    state: torch.Tensor,
+    state: State,
     ring_x: torch.Tensor,
     ring_b: torch.Tensor,
     ring_dt: torch.Tensor,
@@ -108,14 +117,18 @@ def fold(
     *,
     base: torch.Tensor,
     count: torch.Tensor,
+    readout: State | None = None,
+    decay_skip: float = 0.0,
 ) -> None:
     """Fold the ``count`` oldest records of each row into ``state``, **in place** (arguments as in `folded_state`).
 
-    The checkpoint is written once, in its own dtype. Rows with ``count == 0`` keep their bytes.
+    The checkpoint is written once, in its own format, and so is ``readout``, the copy of it that steps read. Rows with
+    ``count == 0`` keep their bytes.
     """
     with torch.no_grad():
-        folded = folded_state(state, ring_x, ring_b, ring_dt, A, base=base, count=count)
-        store_rows(state, folded, count > 0)
+        folded = folded_state(state, ring_x, ring_b, ring_dt, A, base=base, count=count, decay_skip=decay_skip)
+        store_rows(state, folded, count > 0, base + count)
+        refresh(readout, state, base + count, count > 0)
 
 
 def replay_step(
@@ -126,7 +139,7 @@ def replay_step(
     A: torch.Tensor,
     D: torch.Tensor | None,
     *,
-    state: torch.Tensor,
+    state: State,
     ring_x: torch.Tensor,
     ring_b: torch.Tensor,
     ring_dt: torch.Tensor,
@@ -135,6 +148,8 @@ def replay_step(
     pending: torch.Tensor,
     folds: torch.Tensor | None,
     max_records: int | None = None,
+    readout: State | None = None,
+    decay_skip: float = 0.0,
 ) -> torch.Tensor:
     """One forward of ``T`` tokens per row: flush the rows that are due, read out, append the new records.
 
@@ -154,6 +169,9 @@ def replay_step(
             due, and skips the fold.
         max_records: promises that no row holds more records before the step; fewer slots are looked at then. None:
             as many as the ring has room for.
+        readout: a copy of the checkpoint in a narrower format, read instead of it and **mutated** in rows that are due.
+        decay_skip: heads whose state the records and the first new token scale by less than this do not read it, and
+            those whose state the folded records scale by less forget it.
 
     Returns:
         ``[B, T, H, P]`` in the dtype of ``x``.
@@ -161,17 +179,26 @@ def replay_step(
     tokens, capacity = x.shape[1], ring_x.shape[2]
     compute = at_least_float32(x.dtype)
     live_count = committed + pending
-    if folds is not None:
-        fold(state, ring_x, ring_b, ring_dt, A, base=base, count=folds)
+    # what was rounded is read before it is rounded anew: the records are exact
+    folds_last = readout is not None or not isinstance(state, torch.Tensor)
+
+    def flush() -> None:
+        if folds is not None:
+            rings = ring_x, ring_b, ring_dt
+            fold(state, *rings, A, base=base, count=folds, readout=readout, decay_skip=decay_skip)
+
+    if not folds_last:
+        flush()
     ages = capacity if max_records is None else min(max_records, capacity)
-    live = live_records(torch.zeros_like(committed) if folds is None else folds, live_count, ages)
+    live = live_records(torch.zeros_like(committed) if folds is None or folds_last else folds, live_count, ages)
 
     past_x, past_B, past_dt = _records((ring_x, ring_b, ring_dt), base, live, compute)
     x_t, B_t, C_t, dt_t = heads_first(x, B, C, dt, dtype=compute)
     rate = A.to(compute)
 
     after, total = suffix_sums(past_dt * rate[:, None])
-    output = _block(state, x_t, B_t, C_t, dt_t, rate, before=total)
+    source = state if readout is None else readout
+    output = _block(source, x_t, B_t, C_t, dt_t, rate, before=total, decay_skip=decay_skip)
     since = (dt_t * rate[:, None]).cumsum(-1)
     weights = (since[..., :, None] + after[..., None, :]).exp() * past_dt[..., None, :]
     output = output + _weighted_sum(weights, C_t @ past_B.transpose(-1, -2), past_x)
@@ -180,6 +207,8 @@ def replay_step(
     write_records(ring_x, slots, x.transpose(1, 2), dim=2)
     write_records(ring_b, slots, B.transpose(1, 2), dim=2)
     write_records(ring_dt, slots, dt.transpose(1, 2), dim=2)
+    if folds_last:
+        flush()
     return _finish(output, x, D)
 
 

@@ -1,6 +1,6 @@
 """What the state-space layers of a replay cache share, whatever their operator."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -10,6 +10,8 @@ from replay_transformers.config import MOST_RECORDS, ReplayConfig
 from replay_transformers.cursor import Cursor, allocate, select_rows
 from replay_transformers.geometry import LayerGeometry
 from replay_transformers.implementation import Implementations
+from replay_transformers.kernels.formats import FORMATS, PlainFormat, StoredState
+from replay_transformers.kernels.formats.stored import State, refresh
 
 __all__ = ["ReplayLayer"]
 
@@ -39,13 +41,13 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
         self.cursor = cursor
         self.order = order
         self.total = total
-        itemsize = config.checkpoint_dtype.itemsize
-        row_bytes = geometry.heads * geometry.head_dim * geometry.state_dim * itemsize
+        row_bytes = geometry.heads * FORMATS[config.checkpoint].head_bytes(geometry.head_dim, geometry.state_dim)
         cursor.state_bytes = max(cursor.state_bytes, row_bytes)
         self._convolution = Implementations("causal_conv", config.impl)
-        self._recurrence = Implementations(geometry.kind, config.impl, config.capacity > MOST_RECORDS)
-        # tensors from the first forward on, None before it
+        self._recurrence = Implementations(geometry.kind, config.impl, without_kernels(config))
+        # from the first forward on, None before it: the state that folds read and write, the copy that steps read
         self.checkpoint: Any = None
+        self.readout: Any = None
         self.conv_ring: Any = None
         self.rings: dict[str, torch.Tensor] = {}
 
@@ -121,7 +123,7 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
             if (ring.shape[0], ring.dtype, ring.device) != got:
                 if not starting:
                     raise ValueError(self.cursor.mismatch(f"{got[0]} rows of {got[1]} on {got[2]}", ring))
-                self.checkpoint = self.conv_ring = None
+                self.checkpoint = self.readout = self.conv_ring = None
                 self.rings = {}
         if self.order == 0:
             self.cursor.begin(inputs.shape[0], inputs.shape[1], inputs.device)
@@ -139,7 +141,8 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
 
         Args:
             operands: tensors ``[B, T, ...]`` in the order of the kernels' arguments.
-            update: takes the kernels' module and the operands' older tokens, gives their output, updates the state.
+            update: takes the kernels' module, the operands' older tokens and a state, gives their output, updates the
+                state.
             replay: takes the kernels' module, the operands' newest tokens, the cursor and ``folds``; gives their output
                 and records them.
         """
@@ -153,19 +156,29 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
                     self._fold(base, committed + pending)
                 older = [operand[:, : plan.scanned] for operand in operands]
                 choose = self._recurrence.choose if plan.scanned == 1 else self._recurrence.choose_scan
-                outputs.append(update(choose(self.checkpoint, *older), *older))
+                is_stored = isinstance(self.checkpoint, StoredState)
+                state = self.checkpoint.read().contiguous() if is_stored else self.checkpoint
+                outputs.append(update(choose(state, *older), *older, state=state))
+                after = base + committed + pending + plan.scanned
+                if is_stored:
+                    self.checkpoint.write(state, after)
+                refresh(self.readout, self.checkpoint, after)
             if plan.scanned and plan.kept:
                 base = base + committed + pending + plan.scanned
                 committed = pending = torch.zeros_like(base)
             if plan.kept:
                 newest = [operand[:, plan.scanned :] for operand in operands]
                 kernels = self._recurrence.choose(self.checkpoint, *newest)
-                cursor = {"base": base, "committed": committed, "pending": pending, "folds": folds}
+                cursor = {"base": base, "committed": committed, "pending": pending, "folds": folds, **self._reading()}
                 outputs.append(replay(kernels, *newest, **cursor, max_records=plan.max_records))
         plan.next_layer += 1
         if plan.next_layer == self.total:
             self.cursor.end()
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+    def _reading(self) -> dict[str, Any]:
+        """What steps and folds of anything but a plain checkpoint are told besides."""
+        return {} if self.config.is_plain else {"readout": self.readout, "decay_skip": self.config.decay_skip}
 
     def _fold(self, base: torch.Tensor, count: torch.Tensor) -> None:
         raise NotImplementedError
@@ -175,11 +188,26 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
         geometry, slots = self.geometry, self.config.capacity
         conv_slots = slots + geometry.conv_kernel - 1
         self.conv_ring = allocate((rows, conv_slots, geometry.conv_dim), dtype, device)
-        self.checkpoint = allocate((rows, *self._state_shape()), self.config.checkpoint_dtype, device)
+        self.checkpoint = self._allocate_state(self.config.checkpoint, rows, device)
+        self.readout = None
+        if self.config.readout is not None:
+            self.readout = self._allocate_state(self.config.readout, rows, device)
         self.rings = {
             name: allocate((rows, heads, slots, *width), ring_dtype, device)
             for name, (heads, width, ring_dtype) in self._ring_shapes(dtype).items()
         }
+
+    def _allocate_state(self, name: str, rows: int, device: torch.device) -> State:
+        form, heads = FORMATS[name], self.geometry.heads
+        if isinstance(form, PlainFormat):
+            return allocate((rows, *self._state_shape()), form.dtype, device)
+        channels, states = self.geometry.head_dim, self.geometry.state_dim
+        parts = {
+            part: allocate((rows, heads, *shape), dtype, device)
+            for part, (shape, dtype) in form.parts(channels, states).items()
+        }
+        is_transposed = self._state_shape() != (heads, channels, states)
+        return StoredState(form, parts, states, is_transposed, key=self.config.seed ^ self.order << 32)
 
     def _state_shape(self) -> tuple[int, int, int]:
         """Shape of one row's state, in transformers' layout."""
@@ -190,22 +218,38 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
         raise NotImplementedError
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Every tensor of the layer by name; empty before the first forward."""
+        """Every tensor of the layer by name; empty before the first forward.
+
+        A state in a format of several tensors has them all, with a dot: "checkpoint.values", "checkpoint.scales".
+        """
         if self.checkpoint is None or self.conv_ring is None:
             return {}
-        return {"checkpoint": self.checkpoint, "conv_ring": self.conv_ring, **self.rings}
+        states = {
+            f"{name}.{part}" if part else name: tensor
+            for name, state in (("checkpoint", self.checkpoint), ("readout", self.readout))
+            for part, tensor in _parts(state)
+        }
+        return {**states, "conv_ring": self.conv_ring, **self.rings}
 
     def reset(self) -> None:
-        """Zero the checkpoint, in place; the rings' slots are dead once the cursor is reset, whatever they hold."""
-        if self.checkpoint is not None:
-            with torch.no_grad():
-                self.checkpoint.zero_()
+        """Zero the states, in place; the rings' slots are dead once the cursor is reset, whatever they hold."""
+        with torch.no_grad():
+            for state in (self.checkpoint, self.readout):
+                for _, tensor in _parts(state):
+                    tensor.zero_()
 
     def select(self, rows: torch.Tensor, in_place: bool) -> None:
         """Keep the given batch rows (int64 ``[n]``) of every buffer; the cache does the same for the cursor."""
         if self.checkpoint is None or self.conv_ring is None:
             return
-        self.checkpoint = select_rows(self.checkpoint, rows, in_place)
+        self.checkpoint, self.readout = (
+            state.with_parts({name: select_rows(part, rows, in_place) for name, part in state.parts.items()})
+            if isinstance(state, StoredState)
+            else None
+            if state is None
+            else select_rows(state, rows, in_place)
+            for state in (self.checkpoint, self.readout)
+        )
         self.conv_ring = select_rows(self.conv_ring, rows, in_place)
         self.rings = {name: select_rows(ring, rows, in_place) for name, ring in self.rings.items()}
 
@@ -223,6 +267,20 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
             base, committed, _ = (tensor.to(self.checkpoint.device) for tensor in self.cursor.tensors())
             self._fold(base, committed)
 
-    def _everything(self) -> dict[str, torch.Tensor]:
+    def _everything(self) -> dict[str, Any]:
         base, committed, pending = (tensor.to(self.checkpoint.device) for tensor in self.cursor.tensors())
         return {"base": base, "count": committed + pending}
+
+
+def without_kernels(config: ReplayConfig) -> str | None:
+    """Why Triton's kernels cannot run with these settings; None if they can."""
+    if config.capacity > MOST_RECORDS:
+        return "the rings are longer than the kernels take"
+    return None if config.is_plain else "there are no kernels yet for these precisions"
+
+
+def _parts(state: State | None) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(state, StoredState):
+        yield from state.parts.items()
+    elif state is not None:
+        yield "", state

@@ -42,8 +42,8 @@ class GatedDeltaReplayLayer(ReplayLayer):
             float32. beta: ``[B, T, Hv]``.
         """
 
-        def update(kernels: Any, *operands: torch.Tensor) -> torch.Tensor:
-            return kernels.update(*operands, state=self.checkpoint)
+        def update(kernels: Any, *operands: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+            return kernels.update(*operands, state=state)
 
         def replay(kernels: Any, *operands: torch.Tensor, **cursor: Any) -> torch.Tensor:
             rings: dict[str, Any] = {f"ring_{name}": ring for name, ring in self.rings.items()}
@@ -56,7 +56,7 @@ class GatedDeltaReplayLayer(ReplayLayer):
         return self.rings["k"], self.rings["v"], self.rings["g"], self.rings["beta"]
 
     def _fold(self, base: torch.Tensor, count: torch.Tensor) -> None:
-        gated_delta.fold(self.checkpoint, *self._records(), base=base, count=count)
+        gated_delta.fold(self.checkpoint, *self._records(), base=base, count=count, **self._reading())
 
     def state(self) -> torch.Tensor:
         """The recurrent state ``[B, Hv, K, V]`` as if updated eagerly, uncommitted tokens included. Changes nothing."""

@@ -55,8 +55,8 @@ class Mamba2ReplayLayer(ReplayLayer):
         with torch.no_grad():
             self.rate.copy_(A)
 
-        def update(kernels: Any, *operands: torch.Tensor) -> torch.Tensor:
-            return kernels.update(*operands, A, D, state=self.checkpoint)
+        def update(kernels: Any, *operands: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+            return kernels.update(*operands, A, D, state=state)
 
         def replay(kernels: Any, *operands: torch.Tensor, **cursor: Any) -> torch.Tensor:
             return kernels.replay_step(
@@ -76,7 +76,7 @@ class Mamba2ReplayLayer(ReplayLayer):
         return self.rings["x"], self.rings["b"], self.rings["dt"], self.rate
 
     def _fold(self, base: torch.Tensor, count: torch.Tensor) -> None:
-        mamba2.fold(self.checkpoint, *self._records(), base=base, count=count)
+        mamba2.fold(self.checkpoint, *self._records(), base=base, count=count, **self._reading())
 
     def state(self) -> torch.Tensor:
         """The recurrent state ``[B, H, P, N]`` as if updated eagerly, uncommitted tokens included. Changes nothing."""
