@@ -5,7 +5,18 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from benchmarks.plots import plot_bandwidth, plot_generate, plot_speculative, plot_speed_up
+from benchmarks.plots import plot_bandwidth, plot_generate, plot_precision, plot_speculative, plot_speed_up
+from benchmarks.precision_tables import (
+    HEADS_SUMMARY,
+    SYNTHETIC_COLUMNS,
+    heads,
+    heads_summary,
+    precision_summary,
+    summary_columns,
+    synthetic_rows,
+    texts,
+)
+from benchmarks.precision_tables import synthetic as layers
 from benchmarks.results import RESULTS, ROOT
 from benchmarks.speculative_tables import REAL_COLUMNS, SUMMARY_COLUMNS, real, real_rows, speculative_summary, synthetic
 from benchmarks.summary import GENERATE_SUMMARY, KERNEL_SUMMARY, generate_summary, kernel_summary
@@ -16,11 +27,12 @@ def main(
     kernels: Annotated[Path | None, typer.Option(help="By default the newest results/kernels-*.json.")] = None,
     generate: Annotated[Path | None, typer.Option(help="By default the newest results/generate-*.json.")] = None,
     speculative: Annotated[Path | None, typer.Option(help="By default the newest results/speculative-*.json.")] = None,
+    precision: Annotated[Path | None, typer.Option(help="By default the newest results/precision-*.json.")] = None,
     output: Annotated[Path, typer.Option(help="Folder of the plots.")] = ROOT / "docs",
     suffix: Annotated[str, typer.Option(help="svg or png.")] = "svg",
 ) -> None:
     """Draw what there are results for."""
-    given = {"kernels": kernels, "generate": generate, "speculative": speculative}
+    given = {"kernels": kernels, "generate": generate, "speculative": speculative, "precision": precision}
     for benchmark, path in given.items():
         path = path or newest(benchmark)
         if path is None:
@@ -43,6 +55,15 @@ def main(
                 print(f"\n{as_markdown(SUMMARY_COLUMNS, speculative_summary(known))}")
             if real(cells):
                 print(f"\n{as_markdown(REAL_COLUMNS, real_rows(real(cells)))}")
+            print(f"\n{where}\n")
+        elif benchmark == "precision":
+            known = {key: cell for key, cell in texts(cells).items() if "bins" in cell}
+            if known:
+                report(plot_precision(known, output / f"precision-divergence.{suffix}", where))
+                print(f"\n{as_markdown(summary_columns(known), precision_summary(known))}")
+                print(f"\n{as_markdown(HEADS_SUMMARY, heads_summary(heads(cells)))}")
+            if layers(cells):
+                print(f"\n{as_markdown(SYNTHETIC_COLUMNS, synthetic_rows(layers(cells)))}")
             print(f"\n{where}\n")
         else:
             report(plot_generate(cells, output / f"generate-step.{suffix}", where))

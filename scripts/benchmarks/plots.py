@@ -10,6 +10,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
+from .precision_tables import setting_name, title
 from .speculative_tables import speed_up as over
 from .summary import GENERATE_ORDER, ordered
 from .tables import Cells, speed_up
@@ -142,4 +143,41 @@ def plot_speculative(cells: Cells, path: Path, where: str) -> Path:
     if last.get_legend_handles_labels()[0]:
         last.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.suptitle("Speculative decoding, drafter of no cost (dotted: rollback by copies of the state)", fontsize=11)
+    return _save(figure, path, where)
+
+
+def plot_precision(cells: Cells, path: Path, where: str) -> Path:
+    """Divergence from a float32 state by length, a line per setting, one panel per model.
+
+    A point is the mean of a bin, at its end. A divergence of zero has no place on the axis and is left out.
+    Each format has a colour; lines are solid for separate copies, dashed for shared ones, dotted with a decay skip.
+    """
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for cell in cells.values():
+        groups.setdefault(title(cell), []).append(cell)
+    names = list(dict.fromkeys(setting_name(cell) for cell in cells.values()))
+    formats = list(dict.fromkeys(cell["readout"] or cell["checkpoint"] for cell in cells.values()))
+    figure, panels = _panels(len(groups))
+    for axes, (model, group) in zip(panels.flat, groups.items(), strict=False):
+        for cell in group:
+            name, colour = setting_name(cell), formats.index(cell["readout"] or cell["checkpoint"])
+            marker = MARKERS[names.index(name) % len(MARKERS)]
+            points = [(part["to"], part["kl"]) for part in cell["bins"] if part["kl"] > 0]
+            if points:
+                style = ":" if cell["decay_skip"] else "-" if cell["readout"] else "--"
+                look: dict[str, Any] = {"color": COLOURS[colour % len(COLOURS)], "marker": marker, "markersize": 4}
+                axes.plot(*zip(*points, strict=True), style, label=name, **look)
+        ends = sorted({part["to"] for cell in group for part in cell["bins"]})
+        axes.set_xscale("log", base=4)
+        axes.set_yscale("log")
+        axes.set_xticks(ends, [str(end) for end in ends])
+        axes.set_xticks([], minor=True)
+        axes.set_xlabel("tokens decoded")
+        axes.set_ylabel("KL(float32 || setting), nats")
+        axes.set_title(model, fontsize=10)
+        axes.grid(axis="y", color="#dddddd")
+    last = panels.flat[len(groups) - 1]
+    if last.get_legend_handles_labels()[0]:
+        last.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.suptitle("Next-token distributions against a float32 state, same tokens", fontsize=11)
     return _save(figure, path, where)
