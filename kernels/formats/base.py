@@ -1,8 +1,10 @@
 """What a format of the recurrent state is."""
 
+import importlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from types import SimpleNamespace
 
 import torch
 
@@ -18,10 +20,14 @@ class Format(ABC):
     Attributes:
         name: what `ReplayConfig` calls it.
         is_stochastic: it rounds by random bits.
+        tiles: the module beside this one that has it for Triton, with the functions of `plain_tiles`.
+        store: which of its functions writes.
     """
 
     name: str
     is_stochastic: bool = False
+    tiles: str
+    store: str = "store"
 
     @abstractmethod
     def parts(self, channels: int, states: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -39,6 +45,12 @@ class Format(ABC):
     @abstractmethod
     def decode(self, parts: Mapping[str, torch.Tensor], states: int) -> torch.Tensor:
         """The values, float32 ``[..., channels, states]``, exactly as they are stored."""
+
+    def kernels(self) -> SimpleNamespace:
+        """Triton's functions ``load``, ``store``, ``opened`` and ``dot``."""
+        module = importlib.import_module(f"replay_transformers.kernels.formats.{self.tiles}")
+        names = {"load": "load", "store": self.store, "opened": "opened", "dot": "dot"}
+        return SimpleNamespace(**{name: getattr(module, function) for name, function in names.items()})
 
     def head_bytes(self, channels: int, states: int) -> int:
         """Bytes of the parts of one head."""

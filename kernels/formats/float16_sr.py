@@ -17,6 +17,7 @@ class Float16Stochastic(Format):
     """``values`` float16 ``[channels, states]``; beyond the largest the largest, NaN stays NaN."""
 
     is_stochastic = True
+    tiles = "float16_sr_tiles"
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -2,7 +2,7 @@
 
 Scales are powers of two, the smallest with which the row's largest value fits: e4m3 is a floating format, so they cost
 no precision, and whatever is a few bits times a power of two is stored exactly. A value is off by at most 2^-4 of
-itself, or 2^-19 of the row's largest where that is more.
+itself, or 2^-17 of the row's largest where that is more; with stochastic rounding by at most twice as much.
 """
 
 from collections.abc import Mapping
@@ -34,8 +34,11 @@ def power_scale(largest: torch.Tensor, carry: int, exponent: int) -> torch.Tenso
 class Fp8(Format):
     """``values`` uint8 ``[channels, states]``, the bits of e4m3; ``scales`` bfloat16 ``[channels]``."""
 
+    tiles = "fp8_tiles"
+
     def __init__(self, name: str, is_stochastic: bool = False) -> None:
         self.name, self.is_stochastic = name, is_stochastic
+        self.store = "store_sr" if is_stochastic else "store"
 
     def parts(self, channels: int, states: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each part of one head by name."""

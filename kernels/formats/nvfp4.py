@@ -32,6 +32,8 @@ class Nvfp4(Format):
     ``n`` is the number of states, rounded up to a whole block. The first of two values has the lower four bits.
     """
 
+    tiles = "nvfp4_tiles"
+
     def __init__(self, name: str) -> None:
         self.name = name
 

@@ -13,6 +13,8 @@ __all__ = ["PlainFormat"]
 class PlainFormat(Format):
     """One tensor of floats. Beyond the largest float16 the largest is stored."""
 
+    tiles = "plain_tiles"
+
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self.name, self.dtype = name, dtype
 
