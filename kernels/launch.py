@@ -54,11 +54,11 @@ def on_their_device(launch: Callable[..., torch.Tensor]) -> Callable[..., torch.
     """Wrap a function that launches kernels: Triton launches on the current device, wherever the tensors are."""
 
     @wraps(launch)
-    def launched(first: torch.Tensor, *operands: Any) -> torch.Tensor:
+    def launched(first: torch.Tensor, *operands: Any, **settings: Any) -> torch.Tensor:
         if not first.is_cuda or first.device.index == torch.cuda.current_device():
-            return launch(first, *operands)
+            return launch(first, *operands, **settings)
         with torch.cuda.device(first.device):
-            return launch(first, *operands)
+            return launch(first, *operands, **settings)
 
     return launched
 

@@ -1,6 +1,7 @@
 """Forwards of more tokens than a kernel takes at once, in parts."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -14,10 +15,11 @@ Cursor = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 def run_in_parts(
     run: Callable[..., torch.Tensor],
     operands: tuple[torch.Tensor, ...],
-    others: tuple[torch.Tensor | None, ...],
+    others: tuple[Any, ...],
     cursor: Cursor,
     capacity: int,
     max_records: int | None,
+    folds_last: bool = False,
 ) -> torch.Tensor:
     """The output of all tokens, from as many launches as they need.
 
@@ -27,6 +29,7 @@ def run_in_parts(
         cursor: int64 ``[B]`` tensors ``base, committed, pending, folds`` (the last may be None); the first launch
             folds, and to each launch the tokens of those before it are pending.
         capacity: slots of the ring. max_records: how many a row holds at most before the step; None: what fits.
+        folds_last: the last launch folds, since what it writes must not be read by the others.
     """
     outputs = []
     base, committed, pending, folds = cursor
@@ -36,9 +39,10 @@ def run_in_parts(
         count = part.stop - start
         most = capacity - count if max_records is None else max_records + start
         parts = (operand[:, part] for operand in operands)
-        outputs.append(run(*parts, *others, base, committed, pending, folds, most))
+        is_waiting = folds_last and part.stop < tokens
+        outputs.append(run(*parts, *others, base, committed, pending, None if is_waiting else folds, most))
         if part.stop < tokens:
-            if folds is not None:
+            if folds is not None and not folds_last:
                 base, committed, folds = base + folds, committed - folds, None
             pending = pending + count
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-__all__ = ["MIN_RECORDS", "RECORDS", "cut_product", "exact_product", "record_slot", "saturated"]
+__all__ = ["MIN_RECORDS", "RECORDS", "cut_product", "exact_product", "rank_of_due", "record_slot", "saturated"]
 
 
 MIN_RECORDS = 16  # records are read in blocks of so many
@@ -15,6 +15,13 @@ def record_slot(start, age, CAPACITY: tl.constexpr):
     """Slot of the record of an age, the oldest record being in slot ``start``; ``age`` is at most ``CAPACITY``."""
     slot = start + age
     return tl.where(slot >= CAPACITY, slot - CAPACITY, slot)
+
+
+@triton.jit
+def rank_of_due(folds, listed, rows):
+    """1, 2, 3 and so on for those of the ``listed`` rows that are due, 0 for the others."""
+    due = tl.load(folds + listed, mask=listed < rows, other=0) > 0
+    return tl.where(due, tl.cumsum(due.to(tl.int32), 0), 0)
 
 
 @triton.jit

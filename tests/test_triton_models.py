@@ -114,6 +114,35 @@ def test_one_compiled_graph(name: str) -> None:
     torch._dynamo.reset()
 
 
+@EVERY_SHORT_MODEL
+@pytest.mark.parametrize(
+    "settings",
+    [{"readout": "fp8"}, {"readout": "nvfp4"}, {"checkpoint": "fp8_sr", "readout": "bfloat16"}, {"decay_skip": 0.3}],
+    ids=str,
+)
+def test_precisions_under_generate(name: str, settings: dict[str, Any]) -> None:
+    """Compiled, and token by token, the reference's logits, over flushes.
+
+    A value that the two round to different sides moves a logit by no more than the rounding of one value does.
+    """
+    torch._dynamo.reset()
+    compiling = CompileConfig(fullgraph=True, backend="aot_eager", mode=None, dynamic=False)
+    compiling._compile_all_devices = True
+    model, inputs = model_for(name), prompt(2, 5, [0, 2])
+    arguments: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "replay_static"}
+    arguments |= {"return_dict_in_generate": True, "output_logits": True}
+    outputs = [
+        model.generate(
+            **inputs, **arguments, cache_config={"window": 2, "max_draft": 0, "impl": impl, **settings}, **more
+        )
+        for impl, more in (("reference", {}), ("triton", {}), ("triton", {"compile_config": compiling}))
+    ]
+    truth, *others = (torch.stack(output.logits) for output in outputs)
+    for got in others:
+        assert (got - truth).norm() <= 1e-2 * truth.norm()
+    torch._dynamo.reset()
+
+
 @EVERY_MODEL
 def test_float64_is_refused(name: str) -> None:
     model = models.FAMILIES[name]().double()

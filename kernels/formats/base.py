@@ -22,12 +22,14 @@ class Format(ABC):
         is_stochastic: it rounds by random bits.
         tiles: the module beside this one that has it for Triton, with the functions of `plain_tiles`.
         store: which of its functions writes.
+        needs_head: it writes all channels of a head at once.
     """
 
     name: str
     is_stochastic: bool = False
     tiles: str
     store: str = "store"
+    needs_head: bool = False
 
     @abstractmethod
     def parts(self, channels: int, states: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -33,6 +33,7 @@ class Nvfp4(Format):
     """
 
     tiles = "nvfp4_tiles"
+    needs_head = True
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -43,7 +43,8 @@ def load(
     place = row_head * (WIDTH * blocks) + (c[:, None] * blocks + block[None, :])
     packed = tl.load(values + (place * HALF)[:, :, None] + i[None, None, :], mask=here[:, :, None], other=0)
     scale = e4m3_value(tl.load(scales + place, mask=here, other=0)) * HALF_SCALE
-    unit = (scale * tl.load(head_scales + row_head))[:, :, None]
+    head_scale = tl.load(head_scales + (row_head + 0 * c), mask=ok, other=0.0)
+    unit = (scale * head_scale[:, None])[:, :, None]
     both = tl.join(_number(packed & 15) * unit, _number(packed >> 4) * unit)
     return tl.reshape(both, [c.shape[0], PART])
 
@@ -90,7 +91,8 @@ def opened(
     here = ok[:, None] & (block < blocks)[None, :]
     place = row_head * (WIDTH * blocks) + (c[:, None] * blocks + block[None, :])
     packed = tl.load(values + (place * HALF)[:, :, None] + i[None, None, :], mask=here[:, :, None], other=0)
-    return packed, tl.load(scales + place, mask=here, other=0), tl.load(head_scales + row_head)
+    head_scale = tl.load(head_scales + (row_head + 0 * c), mask=ok, other=0.0)
+    return packed, tl.load(scales + place, mask=here, other=0), head_scale
 
 
 @triton.jit

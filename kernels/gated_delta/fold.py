@@ -17,9 +17,17 @@ import triton
 import triton.language as tl
 
 from replay_transformers.kernels.gated_delta.update import NORM_EPSILON
-from replay_transformers.kernels.tiles import MIN_RECORDS, RECORDS, cut_product, exact_product, record_slot, saturated
+from replay_transformers.kernels.tiles import (
+    MIN_RECORDS,
+    RECORDS,
+    cut_product,
+    exact_product,
+    rank_of_due,
+    record_slot,
+    saturated,
+)
 
-__all__ = ["SOLUTION", "fold", "solve"]
+__all__ = ["SOLUTION", "advanced", "gated_delta_fold", "solve"]
 
 # floats per block of records: the matrix, gains of the state, its decay
 SOLUTION = tl.constexpr(MIN_RECORDS * (MIN_RECORDS + 2))
@@ -39,10 +47,13 @@ def _inverse(a):
 
 @triton.jit
 def solve(
-    keys, logs, rates, solution, start, count,
+    keys, logs, rates, solution, start, count, forgotten,
     STATES: tl.constexpr, CAPACITY: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """What `fold` needs to know about the ``count`` oldest records of a head."""
+    """What `gated_delta_fold` needs to know about the ``count`` oldest records of a head.
+
+    forgotten: whether the state counts for nothing: its gains are 0 then, and the decay that stands for it is -1.
+    """
     age, k = tl.arange(0, RECORDS), tl.arange(0, BLOCK_K)
     i, j = age[:, None], age[None, :]
     for first in tl.range(0, count, RECORDS, num_stages=1):
@@ -64,8 +75,9 @@ def solve(
         matrix = after[:, None] * _inverse(tl.where(i > j, system, 0.0)) * rate[None, :]
         place = solution + first // RECORDS * SOLUTION
         tl.store(place + (i * RECORDS + j), matrix)
-        tl.store(place + (RECORDS * RECORDS + age), tl.exp(tl.cumsum(log, 0)) * norm_i)
-        tl.store(place + RECORDS * (RECORDS + 1), tl.exp(tl.sum(log, 0)))
+        gone = forgotten & (first == 0)
+        tl.store(place + (RECORDS * RECORDS + age), tl.where(gone, 0.0, tl.exp(tl.cumsum(log, 0)) * norm_i))
+        tl.store(place + RECORDS * (RECORDS + 1), tl.where(gone, -1.0, tl.exp(tl.sum(log, 0))))
 
 
 @triton.jit
@@ -78,12 +90,27 @@ def _tile(
 
     It stays in registers, in parts of PART states and transposed: so it enters products as it leaves them.
     """
-    age, n, p = tl.arange(0, RECORDS), tl.arange(0, PART), tl.arange(0, BLOCK_V)
+    n, p = tl.arange(0, PART), tl.arange(0, BLOCK_V)
     parts = ()
     for begin in tl.static_range(0, BLOCK_K, PART):
         ok = (begin + n < STATES)[:, None] & p_ok[None, :]
         part = tl.load(block + ((begin + n)[:, None] * WIDTH + p[None, :]), mask=ok, other=0.0)
         parts += (tl.trans(part.to(tl.float32)),)  # type: ignore[assignment]
+    parts = advanced(parts, keys, values, solution, start, count, p_ok, WIDTH, STATES, CAPACITY, BLOCK_V, BLOCK_K, PART)
+    for begin in tl.static_range(0, BLOCK_K, PART):
+        ok = (begin + n < STATES)[:, None] & p_ok[None, :]
+        place = block + ((begin + n)[:, None] * WIDTH + p[None, :])
+        tl.store(place, saturated(tl.trans(parts[begin // PART]), block.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def advanced(
+    parts, keys, values, solution, start, count, p_ok,
+    WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """States of some channels ``[BLOCK_V, PART]``, in parts, after the ``count`` oldest records."""
+    age, n, p = tl.arange(0, RECORDS), tl.arange(0, PART), tl.arange(0, BLOCK_V)
     for first in tl.range(0, count, RECORDS, num_stages=1):
         live = first + age < count
         slot = record_slot(start, tl.minimum(first + age, CAPACITY), CAPACITY)[:, None]
@@ -107,14 +134,11 @@ def _tile(
             change = cut_product(weighted, records[begin // PART], tl.zeros([BLOCK_V, PART], tl.float32))
             changed += (tl.fma(parts[begin // PART], decay, change),)  # type: ignore[assignment]
         parts = changed
-    for begin in tl.static_range(0, BLOCK_K, PART):
-        ok = (begin + n < STATES)[:, None] & p_ok[None, :]
-        place = block + ((begin + n)[:, None] * WIDTH + p[None, :])
-        tl.store(place, saturated(tl.trans(parts[begin // PART]), block.dtype.element_ty), mask=ok)
+    return parts
 
 
 @triton.jit(do_not_specialize=["rows"])
-def fold(
+def gated_delta_fold(
     state, ring_k, ring_v, solution, cursor, folds, rows,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PART: tl.constexpr, LIST: tl.constexpr,
@@ -122,8 +146,7 @@ def fold(
     """LIST: rows whose tiles a program shares with those beside it; PART: rows of a tile that enter one product."""
     tiles: tl.constexpr = (WIDTH + BLOCK_V - 1) // BLOCK_V
     listed = tl.program_id(1) * LIST + tl.arange(0, LIST)
-    due = tl.load(folds + listed, mask=listed < rows, other=0) > 0
-    rank = tl.where(due, tl.cumsum(due.to(tl.int32), 0), 0)
+    rank = rank_of_due(folds, listed, rows)
     pieces = tl.max(rank, 0) * (HEADS * tiles)
     for piece in tl.range(tl.program_id(0), pieces, tl.num_programs(0)):
         row = tl.sum(tl.where(rank == piece // (HEADS * tiles) + 1, listed, 0), 0).to(tl.int64)

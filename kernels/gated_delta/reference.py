@@ -185,7 +185,7 @@ def replay_step(
     compute = at_least_float32(q.dtype)
     live_count = committed + pending
     # what was rounded is read before it is rounded anew: the records' `d` belong to what was read
-    folds_last = readout is not None or not isinstance(state, torch.Tensor)
+    folds_last = readout is not None or not isinstance(state, torch.Tensor) or decay_skip > 0
 
     def flush() -> None:
         if folds is not None:

@@ -6,39 +6,40 @@ Two launches per layer and step, and a third where rows may be due. With the rec
     d_t = beta_t (v_t - gain_kt (S0^T k_t) - sum_j w_tj d_j - sum_{s < t} w_ts d_s)
     y_t = gain_qt (S0^T q_t) + sum_j u_tj d_j + sum_{s <= t} u_ts d_s
 
-- ``_prepare``, one program per row and value heads of one key head, reduces what the heads share (keys, queries,
-  decays) to the gains, which take in the norms of ``k`` and ``q``, and the coefficients ``w`` and ``u``, appends the
-  new keys, decays and rates, and in rows that are due solves for what the fold needs (`fold.solve`).
-- ``_step``, one program per row, value head and block of the head's channels, streams its block of the checkpoint
-  through registers or shared memory (`read`), combines the answers with those of the records and appends ``v`` and
-  ``d``. It only reads the checkpoint: also in rows that are due, where the same formula holds before the fold.
-- `fold.fold` then folds the records of the rows that are due, from the inputs alone. In a launch of its own, since the
-  step streams with many registers and few programs, while a fold waits long and wants many programs; few rows are due
-  at a time, and inside the step they would hold up the programs that wait behind them.
+- ``gated_delta_prepare``, one program per row and value heads of one key head, reduces what the heads share (keys,
+  queries, decays) to the gains, which take in the norms of ``k`` and ``q``, and the coefficients ``w`` and ``u``,
+  appends the new keys, decays and rates, and in rows that are due solves for what the fold needs (`fold.solve`).
+- ``gated_delta_step``, one program per row, value head and block of the head's channels, streams its block of the
+  checkpoint through registers or shared memory (`read`), combines the answers with those of the records and appends
+  ``v`` and ``d``. It only reads the checkpoint: also in rows that are due, where the same formula holds before the
+  fold.
+- ``gated_delta_fold`` then folds the records of the rows that are due, from the inputs alone. In a launch of its own,
+  since the step streams with many registers and few programs, while a fold waits long and wants many programs; few
+  rows are due at a time, and inside the step they would hold up the programs that wait behind them.
+
+A state in a format of more than a dtype, or beside a copy that is read, has kernels of its own for the last two
+(`stored`).
 
 Everything is computed in float32; products on matrix units are exact where one side is bfloat16, else of three products
 of tf32 each. One token is answered without them, since its step is bound by memory.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
 import triton
-import triton.language as tl
 
-from replay_transformers.kernels.gated_delta.fold import SOLUTION, solve
-from replay_transformers.kernels.gated_delta.fold import fold as _fold
-from replay_transformers.kernels.gated_delta.read import (
-    answers_to_many,
-    answers_to_one,
-    halves,
-    product,
-    read_chunk,
-)
-from replay_transformers.kernels.gated_delta.update import NORM_EPSILON, update
+from replay_transformers.kernels.formats.plain import PlainFormat
+from replay_transformers.kernels.formats.precision import Precision, check_stored, parts_of, pointers
+from replay_transformers.kernels.formats.stored import State, StoredState
+from replay_transformers.kernels.gated_delta.fold import SOLUTION, gated_delta_fold
+from replay_transformers.kernels.gated_delta.step import gated_delta_prepare, gated_delta_step
+from replay_transformers.kernels.gated_delta.stored import gated_delta_stored_fold, gated_delta_stored_step
+from replay_transformers.kernels.gated_delta.update import update
 from replay_transformers.kernels.launch import choose, on_their_device
 from replay_transformers.kernels.parts import run_in_parts
-from replay_transformers.kernels.tiles import MIN_RECORDS, RECORDS, exact_product, record_slot
+from replay_transformers.kernels.tiles import MIN_RECORDS
 from replay_transformers.kernels.validation import (
     POINTERS,
     check_groups,
@@ -54,204 +55,98 @@ DEPTH = 256  # bytes of the state that a thread has under way, where there is on
 CHUNK, STAGES = 16, 3  # rows of the state per matrix product, and how many products are under way
 # of the fold: channels and warps of a program, states per product, programs at most, rows that they share
 FOLD_BLOCK, FOLD_WARPS, FOLD_PART, FOLD_PROGRAMS, FOLD_LIST = 16, 1, 64, 4224, 256
+HEAD_WARPS = 16  # of a program with a whole head
 
 
-@triton.jit
-def _prepare(
-    q, k, g, beta,
-    ring_k, ring_g, ring_beta,
-    base, committed, pending, folds,
-    cursor, coefficient, own_coefficient, gain, solution,
-    q_row, q_token, q_head, q_state,
-    k_row, k_token, k_head, k_state,
-    g_row, g_token, g_head,
-    beta_row, beta_token, beta_head,
-    query_scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
-    SHARE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, FOLD: tl.constexpr,
-):  # fmt: skip
-    """SHARE: value heads per program, all of one key head; BLOCK_R: at least the records of any row."""
-    shares: tl.constexpr = HEADS // SHARE
-    row = (tl.program_id(0) // shares).to(tl.int64)
-    share = tl.program_id(0) % shares
-    key_head = share * SHARE // GROUP
-    start = (tl.load(base + row) % CAPACITY).to(tl.int32)
-    past = (tl.load(committed + row) + tl.load(pending + row)).to(tl.int32)
-    count = 0
-    if FOLD:
-        count = tl.load(folds + row).to(tl.int32)
+def _run(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    checkpoint: list[torch.Tensor],
+    readout: list[torch.Tensor],
+    ring_k: torch.Tensor,
+    ring_v: torch.Tensor,
+    ring_g: torch.Tensor,
+    ring_beta: torch.Tensor,
+    ring_d: torch.Tensor,
+    base: torch.Tensor,
+    committed: torch.Tensor,
+    pending: torch.Tensor,
+    folds: torch.Tensor | None,
+    max_records: int,
+    precision: Precision | None,
+) -> torch.Tensor:
+    rows, tokens, key_heads, states = q.shape
+    heads, width = v.shape[2:]
+    group, fold, device = heads // key_heads, folds is not None, q.device
+    block_r, block_t = power_of_two(max(max_records, MIN_RECORDS)), power_of_two(tokens)
+    chosen = choose("gated_delta", device, rows * heads, tokens, width, states)
+    share, block_v = heads_per_program(chosen.share, group), min(chosen.block, power_of_two(width))
+    block_v, block_k = max(block_v, LEAST_CHANNELS), max(power_of_two(states), LEAST_DEPTH)
+    skips = precision is not None and precision.decay_skip > 0
 
-    # all loads come before the first store, which they might alias as far as the compiler knows
-    age, c, i = tl.arange(0, BLOCK_R), tl.arange(0, 2 * BLOCK_T), tl.arange(0, BLOCK_K)
-    token, is_key = c // 2, c % 2 == 0  # of each token a key, then a query
-    live, k_ok, token_ok = age < past, i < STATES, token < TOKENS
-    slot, own_slot = record_slot(start, age, CAPACITY), record_slot(start, past + token, CAPACITY)
-    later_slot, later_live = record_slot(start, age + 1, CAPACITY), age + 1 < past
-    key_ring = ring_k + (row * (HEADS // GROUP) + key_head) * (CAPACITY * STATES)
-    new_k, new_q = k + row * k_row + key_head * k_head, q + row * q_row + key_head * q_head
-    own_ok = (is_key & token_ok)[:, None] & k_ok[None, :]
-    query_ok = (~is_key & token_ok)[:, None] & k_ok[None, :]
-    keys = tl.load(key_ring + (slot[:, None] * STATES + i[None, :]), mask=live[:, None] & k_ok[None, :], other=0.0)
-    own_k = tl.load(new_k + (token[:, None] * k_token + i[None, :] * k_state), mask=own_ok, other=0.0)
-    own_q = tl.load(new_q + (token[:, None] * q_token + i[None, :] * q_state), mask=query_ok, other=0.0)
-    logs, later_logs, own_logs, own_rates = (), (), (), ()
-    for h in tl.static_range(SHARE):
-        head = share * SHARE + h
-        log_ring = ring_g + (row * HEADS + head) * CAPACITY
-        logs += (tl.load(log_ring + slot, mask=live, other=0.0),)  # type: ignore[assignment]
-        later_logs += (tl.load(log_ring + later_slot, mask=later_live, other=0.0),)  # type: ignore[assignment]
-        for t in tl.static_range(TOKENS):
-            own_logs += (tl.load(g + row * g_row + head * g_head + t * g_token),)  # type: ignore[assignment]
-            own_rates += (tl.load(beta + row * beta_row + head * beta_head + t * beta_token),)  # type: ignore[assignment]
+    def scratch(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=device)
 
-    # keys and queries of the step against the keys of records and of the step
-    vectors = tl.where(is_key[:, None], own_k, own_q)
-    scores = exact_product(vectors, tl.trans(keys), tl.zeros([2 * BLOCK_T, BLOCK_R], tl.float32))
-    own_scores = exact_product(vectors, tl.trans(vectors), tl.zeros([2 * BLOCK_T, 2 * BLOCK_T], tl.float32))
-    wide = keys.to(tl.float32)
-    norm = tl.rsqrt(tl.sum(wide * wide, 1) + NORM_EPSILON)
-    squares = tl.where(c[:, None] == c[None, :], own_scores, 0.0)
-    norm_c = tl.rsqrt(tl.sum(squares, 1) + NORM_EPSILON) * tl.where(is_key, 1.0, query_scale)
-    scores *= norm_c[:, None] * tl.where(live, norm, 0.0)[None, :]
-    own_scores *= norm_c[:, None] * tl.rsqrt(tl.sum(squares, 0) + NORM_EPSILON)[None, :]
-    # a key is answered by the tokens before it, a query by its own token as well
-    before = (token[None, :] < token[:, None]) | ((token[None, :] == token[:, None]) & ~is_key[:, None])
-    own_scores = tl.where(before, own_scores, 0.0)
-
-    for h in tl.static_range(SHARE):
-        corner = row * HEADS + share * SHARE + h
-        since, between = tl.zeros([2 * BLOCK_T], tl.float32), tl.zeros([2 * BLOCK_T, 2 * BLOCK_T], tl.float32)
-        for t in tl.static_range(TOKENS):
-            log = own_logs[h * TOKENS + t]  # type: ignore[var-annotated]
-            since += tl.where(token >= t, log, 0.0)
-            if TOKENS > 1:
-                between += tl.where((token[:, None] >= t) & (token[None, :] < t), log, 0.0)
-            tl.store(ring_g + corner * CAPACITY + record_slot(start, past + t, CAPACITY), log)
-            tl.store(ring_beta + corner * CAPACITY + record_slot(start, past + t, CAPACITY), own_rates[h * TOKENS + t])
-        # two decays: neither exceeds 1; `later` is shifted by one age, so that its sums leave out the own log
-        since = tl.exp(since)
-        after = tl.where(live, tl.exp(tl.cumsum(later_logs[h], 0, reverse=True)), 0.0)
-        out = coefficient + corner * (2 * TOKENS * BLOCK_R) + (c[:, None] * BLOCK_R + age[None, :])
-        tl.store(out, scores * since[:, None] * after[None, :], mask=token_ok[:, None])
-        out = own_coefficient + corner * (2 * TOKENS * BLOCK_T) + (c[:, None] * BLOCK_T + token[None, :])
-        tl.store(out, own_scores * tl.exp(between), mask=token_ok[:, None] & is_key[None, :])
-        gains = gain + corner * (2 * TOKENS) + tl.where(is_key, token, TOKENS + token)
-        tl.store(gains, tl.exp(tl.sum(logs[h], 0)) * since * norm_c, mask=token_ok)
-
-    if share * SHARE % GROUP == 0:
-        tl.store(key_ring + (own_slot[:, None] * STATES + i[None, :]), own_k, mask=own_ok)
-    if share == 0:
-        tl.store(cursor + row * 3, start)
-        tl.store(cursor + row * 3 + 1, past)
-        tl.store(cursor + row * 3 + 2, count)
-    if FOLD:
-        for h in tl.range(0, tl.where(count > 0, SHARE, 0), num_stages=1):
-            corner = row * HEADS + share * SHARE + h
-            solve(
-                key_ring, ring_g + corner * CAPACITY, ring_beta + corner * CAPACITY,
-                solution + corner * (BLOCK_R // RECORDS * SOLUTION), start, count, STATES, CAPACITY, BLOCK_K,
-            )  # fmt: skip
-
-
-@triton.jit
-def _step(
-    state, q, k, v, beta, ring_v, ring_d,
-    coefficient, own_coefficient, gain, cursor, y,
-    q_row, q_token, q_head, q_state,
-    k_row, k_token, k_head, k_state,
-    v_row, v_token, v_head, v_channel,
-    beta_row, beta_token, beta_head,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, AGES: tl.constexpr,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK_T: tl.constexpr,
-):  # fmt: skip
-    """ROWS, CHUNK, STAGES: how the state is read, see `read`; AGES: records that are read at a time."""
-    tiles: tl.constexpr = (WIDTH + BLOCK_V - 1) // BLOCK_V
-    most: tl.constexpr = RECORDS // 2 if TOKENS > 1 else 1
-    first = (tl.program_id(0) % tiles) * BLOCK_V
-    row_head = (tl.program_id(0) // tiles).to(tl.int64)
-    head = ((tl.program_id(0) // tiles) % HEADS).to(tl.int32)
-    row = row_head // HEADS
-    key_head = head // GROUP
-
-    # addresses: int64 for the corner of a block, int32 inside it
-    p, token, age = tl.arange(0, BLOCK_V), tl.arange(0, most), tl.arange(0, AGES)
-    p_ok, token_ok = first + p < WIDTH, token < TOKENS
-    out_ok = token_ok[:, None] & p_ok[None, :]
-    block = state + (row_head * (STATES * WIDTH) + first)
-    records = row_head * (CAPACITY * WIDTH) + first
-    new_k, new_q = k + row * k_row + key_head * k_head, q + row * q_row + key_head * q_head
-    new_v = v + row * v_row + head * v_head + (token[:, None] * v_token + (first + p)[None, :] * v_channel)
-    factors = coefficient + row_head * (2 * TOKENS * BLOCK_R)
-    gains = gain + row_head * (2 * TOKENS) + token
-    start, past = tl.load(cursor + row * 3), tl.load(cursor + row * 3 + 1)
-
-    # what checkpoint and records answer to the keys and to the queries
-    if TOKENS == 1:
-        # of the state as much as registers hold is under way before anything waits for the cursor
-        chunk = read_chunk(block, new_k, new_q, k_state, q_state, 0, p_ok, WIDTH, STATES, BLOCK_V, ROWS)
-        value = tl.load(new_v, mask=out_ok, other=0.0)
-        d = _deltas(ring_d + records, start, past, age, p, p_ok, WIDTH, CAPACITY)
-        known_k = tl.sum(d.to(tl.float32) * tl.load(factors + age)[:, None], 0)
-        known_q = tl.sum(d.to(tl.float32) * tl.load(factors + (BLOCK_R + age))[:, None], 0)
-        carried_k, carried_q = answers_to_one(
-            chunk, block, new_k, new_q, k_state, q_state, p_ok, WIDTH, STATES, BLOCK_V, BLOCK_K, ROWS
-        )
-        for begin in tl.static_range(AGES, BLOCK_R, AGES):
-            d = _deltas(ring_d + records, start, past, begin + age, p, p_ok, WIDTH, CAPACITY)
-            known_k += tl.sum(d.to(tl.float32) * tl.load(factors + (begin + age))[:, None], 0)
-            known_q += tl.sum(d.to(tl.float32) * tl.load(factors + (BLOCK_R + begin + age))[:, None], 0)
-        answer_k = (tl.load(gain + row_head * 2) * carried_k + known_k)[None, :]
-        answer_q = (tl.load(gain + row_head * 2 + 1) * carried_q + known_q)[None, :]
-    else:
-        value = tl.load(new_v, mask=out_ok, other=0.0)
-        carried_k, carried_q = answers_to_many(
-            block, new_k, new_q, k_token, k_state, q_token, q_state, p_ok,
-            WIDTH, STATES, BLOCK_V, BLOCK_K, TOKENS, CHUNK, STAGES,
+    cursor = torch.empty(rows, 3, dtype=torch.int32, device=device)
+    coefficient, own = scratch(rows, heads, tokens, 2, block_r), scratch(rows, heads, tokens, 2, block_t)
+    gain = scratch(rows, heads, 2, tokens)
+    solution = scratch(rows, heads, block_r // MIN_RECORDS, SOLUTION.value) if fold else scratch(1)
+    y = torch.empty(rows, tokens, heads, width, dtype=q.dtype, device=device)
+    sizes = {
+        "HEADS": heads, "GROUP": group, "STATES": states, "CAPACITY": ring_k.shape[2], "BLOCK_K": block_k,
+        "BLOCK_R": block_r,
+    }  # fmt: skip
+    gated_delta_prepare[(rows * (heads // share),)](
+        q, k, g, beta, ring_k, ring_g, ring_beta, base, committed, pending, folds,
+        cursor, coefficient, own, gain, solution,
+        *q.stride(), *k.stride(), *g.stride(), *beta.stride(), states**-0.5,
+        precision.least_log if precision is not None else 0.0,
+        SHARE=share, TOKENS=tokens, BLOCK_T=block_t, FOLD=fold, SKIP=skips, **sizes, num_warps=chosen.share_warps,
+    )  # fmt: skip
+    source, programs = readout or checkpoint, rows * heads * triton.cdiv(width, block_v)
+    operands = (
+        q, k, v, beta, ring_v, ring_d, coefficient, own, gain, cursor, y,
+        *q.stride(), *k.stride(), *v.stride(), *beta.stride(),
+    )  # fmt: skip
+    step_sizes = {"WIDTH": width, "BLOCK_V": block_v, "AGES": MIN_RECORDS, "TOKENS": tokens, "BLOCK_T": block_t}
+    if precision is None or precision.is_read_plainly:
+        under_way = max(1, min(block_k, chosen.warps * 32 * DEPTH // (source[0].itemsize * block_v)))
+        gated_delta_step[(programs,)](
+            source[0], *operands, ROWS=under_way, CHUNK=min(CHUNK, block_k), STAGES=STAGES,
+            **step_sizes, **sizes, num_warps=chosen.warps,
         )  # fmt: skip
-        answer_k = tl.load(gains, mask=token_ok, other=0.0)[:, None] * carried_k
-        answer_q = tl.load(gains + TOKENS, mask=token_ok, other=0.0)[:, None] * carried_q
-        for begin in tl.static_range(0, BLOCK_R, AGES):
-            d = _deltas(ring_d + records, start, past, begin + age, p, p_ok, WIDTH, CAPACITY)
-            known_k, known_q = halves(
-                product(_factors(factors + (begin + age)[None, :], BLOCK_R, TOKENS), d, 0.0), BLOCK_V
-            )
-            answer_k, answer_q = answer_k + known_k, answer_q + known_q
-    rate = tl.load(beta + row * beta_row + head * beta_head + token * beta_token, mask=token_ok, other=0.0)
-    rate = rate.to(tl.float32)
-    # forward substitution among the step's own tokens
-    weights = own_coefficient + row_head * (2 * TOKENS * BLOCK_T) + token * (2 * BLOCK_T)
-    deltas = rate[:, None] * (value.to(tl.float32) - answer_k)
-    for t in tl.static_range(TOKENS):
-        delta = tl.sum(tl.where((token == t)[:, None], deltas, 0.0), 0)
-        if t + 1 < TOKENS:
-            deltas -= (tl.load(weights + t, mask=token_ok, other=0.0) * rate)[:, None] * delta[None, :]
-        answer_q += tl.load(weights + BLOCK_T + t, mask=token_ok, other=0.0)[:, None] * delta[None, :]
-    out = y + (row * TOKENS * HEADS + head) * WIDTH + first + (token[:, None] * (HEADS * WIDTH) + p[None, :])
-    tl.store(out, answer_q.to(y.dtype.element_ty), mask=out_ok)
-    own_slot = record_slot(start, past + token, CAPACITY)
-    place = records + (own_slot[:, None] * WIDTH + p[None, :])
-    tl.store(ring_v + place, value, mask=out_ok)
-    tl.store(ring_d + place, deltas.to(ring_d.dtype.element_ty), mask=out_ok)
-
-
-@triton.jit
-def _deltas(records, start, past, age, p, p_ok, WIDTH: tl.constexpr, CAPACITY: tl.constexpr):
-    """``d`` of the records of some ages, zeros where there are none."""
-    slot = record_slot(start, tl.minimum(age, CAPACITY), CAPACITY)
-    ok = (age < past)[:, None] & p_ok[None, :]
-    return tl.load(records + (slot[:, None] * WIDTH + p[None, :]), mask=ok, other=0.0)
-
-
-@triton.jit
-def _factors(place, BLOCK_R: tl.constexpr, TOKENS: tl.constexpr):
-    """Coefficients of some records, as rows of a matrix product: the keys' in the upper half, the queries' below."""
-    half: tl.constexpr = RECORDS // 2
-    m = tl.arange(0, RECORDS)
-    token = m % half
-    return tl.load(place + ((2 * token + m // half) * BLOCK_R)[:, None], mask=(token < TOKENS)[:, None], other=0.0)
+    else:
+        form = precision.read.kernels()
+        gated_delta_stored_step[(programs,)](
+            *pointers(source), *operands, OPENED=form.opened, DOT=form.dot,
+            TRANSPOSED=isinstance(precision.read, PlainFormat), SKIP=skips,
+            **step_sizes, **sizes, num_warps=chosen.warps,
+        )  # fmt: skip
+    if not fold:
+        return y
+    block_v = min(FOLD_BLOCK, max(power_of_two(width), LEAST_CHANNELS))
+    if precision is not None and precision.needs_heads:
+        block_v = max(power_of_two(width), LEAST_CHANNELS)
+    pieces, lists = rows * heads * triton.cdiv(width, block_v), triton.cdiv(rows, FOLD_LIST)
+    grid = (triton.cdiv(min(FOLD_PROGRAMS, pieces), lists), lists)
+    fold_sizes = {"WIDTH": width, "BLOCK_V": block_v, "PART": min(FOLD_PART, block_k), "LIST": FOLD_LIST}
+    if precision is None:
+        gated_delta_fold[grid](
+            checkpoint[0], ring_k, ring_v, solution, cursor, folds, rows, **fold_sizes, **sizes, num_warps=FOLD_WARPS
+        )
+        return y
+    written = [form.kernels() for form in precision.written]
+    transposed = [isinstance(form, PlainFormat) for form in precision.written]
+    gated_delta_stored_fold[grid](
+        *pointers(checkpoint), *pointers(source), ring_k, ring_v, solution, cursor, base, folds, rows, precision.key,
+        LOAD=written[0].load, STORE=written[0].store, STORE_COPY=written[-1].store, HAS_COPY=bool(readout),
+        TRANSPOSED=transposed[0], COPY_TRANSPOSED=transposed[-1], SKIP=skips, **fold_sizes, **sizes,
+        num_warps=HEAD_WARPS if block_v > FOLD_BLOCK else FOLD_WARPS,
+    )  # fmt: skip
+    return y
 
 
 @on_their_device
@@ -273,58 +168,52 @@ def _launch(
     folds: torch.Tensor | None,
     max_records: int,
 ) -> torch.Tensor:
-    rows, tokens, key_heads, states = q.shape
-    heads, width = v.shape[2:]
-    group, fold, device = heads // key_heads, folds is not None, q.device
-    block_r, block_t = power_of_two(max(max_records, MIN_RECORDS)), power_of_two(tokens)
-    chosen = choose("gated_delta", device, rows * heads, tokens, width, states)
-    share, block_v = heads_per_program(chosen.share, group), min(chosen.block, power_of_two(width))
-    block_v, block_k = max(block_v, LEAST_CHANNELS), max(power_of_two(states), LEAST_DEPTH)
-    under_way = max(1, min(block_k, chosen.warps * 32 * DEPTH // (state.itemsize * block_v)))
-
-    def scratch(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=device)
-
-    cursor = torch.empty(rows, 3, dtype=torch.int32, device=device)
-    coefficient, own = scratch(rows, heads, tokens, 2, block_r), scratch(rows, heads, tokens, 2, block_t)
-    gain = scratch(rows, heads, 2, tokens)
-    solution = scratch(rows, heads, block_r // MIN_RECORDS, SOLUTION.value) if fold else scratch(1)
-    y = torch.empty(rows, tokens, heads, width, dtype=q.dtype, device=device)
-    sizes = {
-        "HEADS": heads, "GROUP": group, "STATES": states, "CAPACITY": ring_k.shape[2], "BLOCK_K": block_k,
-        "BLOCK_R": block_r,
-    }  # fmt: skip
-    _prepare[(rows * (heads // share),)](
-        q, k, g, beta, ring_k, ring_g, ring_beta, base, committed, pending, folds,
-        cursor, coefficient, own, gain, solution,
-        *q.stride(), *k.stride(), *g.stride(), *beta.stride(), states**-0.5,
-        SHARE=share, TOKENS=tokens, BLOCK_T=block_t, FOLD=fold, **sizes, num_warps=chosen.share_warps,
-    )  # fmt: skip
-    _step[(rows * heads * triton.cdiv(width, block_v),)](
-        state, q, k, v, beta, ring_v, ring_d, coefficient, own, gain, cursor, y,
-        *q.stride(), *k.stride(), *v.stride(), *beta.stride(),
-        WIDTH=width, BLOCK_V=block_v, AGES=MIN_RECORDS, TOKENS=tokens, BLOCK_T=block_t,
-        ROWS=under_way, CHUNK=min(CHUNK, block_k), STAGES=STAGES, **sizes, num_warps=chosen.warps,
-    )  # fmt: skip
-    if fold:
-        block_v = min(FOLD_BLOCK, max(power_of_two(width), LEAST_CHANNELS))
-        pieces, lists = rows * heads * triton.cdiv(width, block_v), triton.cdiv(rows, FOLD_LIST)
-        _fold[(triton.cdiv(min(FOLD_PROGRAMS, pieces), lists), lists)](
-            state, ring_k, ring_v, solution, cursor, folds, rows,
-            WIDTH=width, BLOCK_V=block_v, PART=min(FOLD_PART, block_k), LIST=FOLD_LIST,
-            **sizes, num_warps=FOLD_WARPS,
-        )  # fmt: skip
-    return y
+    rings, cursor = (ring_k, ring_v, ring_g, ring_beta, ring_d), (base, committed, pending)
+    return _run(q, k, v, g, beta, [state], [], *rings, *cursor, folds, max_records, None)
 
 
-_operator = torch.library.custom_op(
-    "replay_transformers::gated_delta_step",
-    _launch,
-    mutates_args=("state", "ring_k", "ring_v", "ring_g", "ring_beta", "ring_d"),
+@on_their_device
+def _launch_stored(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    checkpoint: list[torch.Tensor],
+    readout: list[torch.Tensor],
+    ring_k: torch.Tensor,
+    ring_v: torch.Tensor,
+    ring_g: torch.Tensor,
+    ring_beta: torch.Tensor,
+    ring_d: torch.Tensor,
+    base: torch.Tensor,
+    committed: torch.Tensor,
+    pending: torch.Tensor,
+    folds: torch.Tensor | None,
+    max_records: int,
+    checkpoint_format: str,
+    readout_format: str,
+    key: int,
+    decay_skip: float,
+) -> torch.Tensor:
+    rings, cursor = (ring_k, ring_v, ring_g, ring_beta, ring_d), (base, committed, pending)
+    precision = Precision(checkpoint_format, readout_format, key, decay_skip)
+    return _run(q, k, v, g, beta, checkpoint, readout, *rings, *cursor, folds, max_records, precision)
+
+
+RINGS = ("ring_k", "ring_v", "ring_g", "ring_beta", "ring_d")
+_operator = torch.library.custom_op("replay_transformers::gated_delta_step", _launch, mutates_args=("state", *RINGS))
+_stored_operator = torch.library.custom_op(
+    "replay_transformers::gated_delta_stored_step", _launch_stored, mutates_args=("checkpoint", "readout", *RINGS)
 )
 
 
 @_operator.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *operands: object) -> torch.Tensor:
+    return q.new_empty(v.shape)
+
+
+@_stored_operator.register_fake
 def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *operands: object) -> torch.Tensor:
     return q.new_empty(v.shape)
 
@@ -336,7 +225,7 @@ def replay_step(
     g: torch.Tensor,
     beta: torch.Tensor,
     *,
-    state: torch.Tensor,
+    state: State,
     ring_k: torch.Tensor,
     ring_v: torch.Tensor,
     ring_g: torch.Tensor,
@@ -347,12 +236,15 @@ def replay_step(
     pending: torch.Tensor,
     folds: torch.Tensor | None,
     max_records: int | None = None,
+    readout: State | None = None,
+    decay_skip: float = 0.0,
 ) -> torch.Tensor:
     """The same as `replay_transformers.kernels.gated_delta.reference.replay_step`, on a GPU.
 
-    Tensors may be float32, bfloat16 or float16; ``state``, the rings and tensors of one dimension must be contiguous,
-    the others may have any strides. Without gradients. Inside compiled graphs it is the operator
-    ``replay_transformers::gated_delta_step``.
+    Tensors may be float32, bfloat16 or float16; states, the rings and tensors of one dimension must be contiguous, the
+    others may have any strides. Without gradients. Inside compiled graphs it is the operator
+    ``replay_transformers::gated_delta_step``, or ``gated_delta_stored_step`` for a state that is not one tensor of
+    floats.
 
     Raises:
         ValueError: a shape, dtype, device or layout that does not fit; nothing is changed then.
@@ -361,12 +253,13 @@ def replay_step(
     heads, width = v.shape[2:]
     capacity = ring_k.shape[2]
     rings = {"ring_k": ring_k, "ring_v": ring_v, "ring_g": ring_g, "ring_beta": ring_beta, "ring_d": ring_d}
+    is_plain = isinstance(state, torch.Tensor) and readout is None and not decay_skip
     if not torch.compiler.is_compiling():
         check_groups(heads, key_heads)
         expected = {
             "q": (q, (rows, tokens, key_heads, states)), "k": (k, (rows, tokens, key_heads, states)),
             "v": (v, (rows, tokens, heads, width)), "g": (g, (rows, tokens, heads)),
-            "beta": (beta, (rows, tokens, heads)), "state": (state, (rows, heads, states, width)),
+            "beta": (beta, (rows, tokens, heads)),
             "ring_k": (ring_k, (rows, key_heads, capacity, states)), "ring_v": (ring_v, (rows, heads, capacity, width)),
             "ring_g": (ring_g, (rows, heads, capacity)), "ring_beta": (ring_beta, (rows, heads, capacity)),
             "ring_d": (ring_d, (rows, heads, capacity, width)),
@@ -374,7 +267,22 @@ def replay_step(
         }  # fmt: skip
         if folds is not None:
             expected["folds"] = (folds, (rows,))
-        check_operands(expected, ("state", *rings), POINTERS)
-    run: Callable[..., torch.Tensor] = _operator if torch.compiler.is_compiling() else _launch
-    cursor = (base, committed, pending, folds)
-    return run_in_parts(run, (q, k, v, g, beta), (state, *rings.values()), cursor, capacity, max_records)
+        check_operands(expected, RINGS, POINTERS)
+        for name, one in (("state", state), ("readout", readout)):
+            check_stored(name, one, (rows, heads, states, width), q.device)
+    cursor, tokens_of = (base, committed, pending, folds), (q, k, v, g, beta)
+    run: Callable[..., torch.Tensor]
+    if is_plain:
+        run = _operator if torch.compiler.is_compiling() else _launch
+        return run_in_parts(run, tokens_of, (state, *rings.values()), cursor, capacity, max_records)
+    (form, parts), (copy_form, copy_parts) = parts_of(state), parts_of(readout)
+    run = functools.partial(
+        _stored_operator if torch.compiler.is_compiling() else _launch_stored,
+        checkpoint_format=form,
+        readout_format=copy_form,
+        key=state.key if isinstance(state, StoredState) else 0,
+        decay_skip=float(decay_skip),
+    )
+    return run_in_parts(
+        run, tokens_of, (parts, copy_parts, *rings.values()), cursor, capacity, max_records, folds_last=True
+    )

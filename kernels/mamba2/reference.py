@@ -179,8 +179,8 @@ def replay_step(
     tokens, capacity = x.shape[1], ring_x.shape[2]
     compute = at_least_float32(x.dtype)
     live_count = committed + pending
-    # what was rounded is read before it is rounded anew: the records are exact
-    folds_last = readout is not None or not isinstance(state, torch.Tensor)
+    # what was rounded is read before it is rounded anew: the records are exact; and so is what may be forgotten
+    folds_last = readout is not None or not isinstance(state, torch.Tensor) or decay_skip > 0
 
     def flush() -> None:
         if folds is not None:

@@ -1,29 +1,37 @@
 """Triton kernels of the Mamba-2 replay step.
 
-Two launches per layer and step. With the records ``j`` and the step's own tokens ``s``,
+Two launches per layer and step, kernels in `step`. With the records ``j`` and the step's own tokens ``s``,
 
     y_t = carry_t (S0 C_t) + sum_j w_tj x_j + sum_{s <= t} w_ts x_s + D x_t
 
-- ``_prepare``, one program per row and heads of one group, reduces what the heads share (B, C, time steps) to ``carry``
-  and the coefficients ``w``, and appends B and the time steps of the new records. It does not touch the state.
-- ``_step``, one program per row, head and block of the head's channels, reads its block of the checkpoint once and
-  appends the block's x. In rows that are due it folds the records into the block as well, a matrix product, and writes
-  it back; the output of such a row is read from the checkpoint before the fold, where the same formula holds.
+- ``mamba2_prepare``, one program per row and heads of one group, reduces what the heads share (B, C, time steps) to
+  ``carry`` and the coefficients ``w``, and appends B and the time steps of the new records. It does not touch the
+  state.
+- ``mamba2_step``, one program per row, head and block of the head's channels, reads its block of the checkpoint once
+  and appends the block's x. In rows that are due it folds the records into the block as well, a matrix product, and
+  writes it back; the output of such a row is read from the checkpoint before the fold, where the same formula holds.
+
+A state in a format of more than a dtype, or beside a copy that is read, has kernels of its own for the step and, in a
+third launch, for the fold (`stored`).
 
 The step is bound by memory: nothing may wait for anything before the state is under way. Everything is computed in
 float32 or, on matrix units, exactly as well; see `exact_product`.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
 import triton
-import triton.language as tl
 
+from replay_transformers.kernels.formats.precision import Precision, check_stored, parts_of, pointers
+from replay_transformers.kernels.formats.stored import State, StoredState
 from replay_transformers.kernels.launch import choose, on_their_device
+from replay_transformers.kernels.mamba2.step import mamba2_prepare, mamba2_step
+from replay_transformers.kernels.mamba2.stored import mamba2_stored_fold, mamba2_stored_step
 from replay_transformers.kernels.mamba2.update import update
 from replay_transformers.kernels.parts import run_in_parts
-from replay_transformers.kernels.tiles import MIN_RECORDS, exact_product, record_slot, saturated
+from replay_transformers.kernels.tiles import MIN_RECORDS
 from replay_transformers.kernels.validation import (
     POINTERS,
     check_groups,
@@ -37,221 +45,84 @@ __all__ = ["replay_step", "update"]
 COLUMNS = 32  # 4 bytes each: what a memory transaction reads of one channel's states
 PART = 64  # states folded at a time
 LEAST_DEPTH = 16  # of a product on matrix units: the terms of its sums
+# of the fold of stored states: channels and warps of a program, without and with a whole head in it, programs at most,
+# and rows that they share
+FOLD_BLOCK, FOLD_WARPS, HEAD_WARPS, FOLD_PROGRAMS, FOLD_LIST = 16, 1, 16, 4224, 256
 
 
-@triton.jit
-def _prepare(
-    dt, B, C, A, D,
-    ring_b, ring_dt,
-    base, committed, pending, folds,
-    cursor, coefficient, carry, weight,
-    dt_row, dt_token, dt_head,
-    b_row, b_token, b_group, b_state,
-    c_row, c_token, c_group, c_state,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
-    SHARE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, HAS_D: tl.constexpr, FOLD: tl.constexpr,
-):  # fmt: skip
-    """SHARE: heads per program, all of one group; BLOCK_R: at least the records of any row."""
-    shares: tl.constexpr = HEADS // SHARE
-    row = (tl.program_id(0) // shares).to(tl.int64)
-    share = tl.program_id(0) % shares
-    group = share * SHARE // GROUP
-    start = (tl.load(base + row) % CAPACITY).to(tl.int32)
-    past = (tl.load(committed + row) + tl.load(pending + row)).to(tl.int32)
-    count = 0
-    if FOLD:
-        count = tl.load(folds + row).to(tl.int32)
+def _run(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    A: torch.Tensor,
+    D: torch.Tensor | None,
+    checkpoint: list[torch.Tensor],
+    readout: list[torch.Tensor],
+    ring_x: torch.Tensor,
+    ring_b: torch.Tensor,
+    ring_dt: torch.Tensor,
+    base: torch.Tensor,
+    committed: torch.Tensor,
+    pending: torch.Tensor,
+    folds: torch.Tensor | None,
+    max_records: int,
+    precision: Precision | None,
+) -> torch.Tensor:
+    rows, tokens, heads, width = x.shape
+    groups, states = B.shape[2:]
+    group, fold, device = heads // groups, folds is not None, x.device
+    block_r = power_of_two(max(max_records, MIN_RECORDS))
+    chosen = choose("mamba2", device, rows * heads, tokens, width, states)
+    share = heads_per_program(chosen.share, group)
+    block_p, block_t = min(chosen.block, power_of_two(width)), power_of_two(tokens)
+    block_n = max(power_of_two(states), LEAST_DEPTH)
+    skips = precision is not None and precision.decay_skip > 0
 
-    # all loads come before the first store, which they might alias as far as the compiler knows
-    age, token = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_T)
-    n, h = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_H)
-    live, n_ok, token_ok, h_ok = age < past, n < STATES, token < TOKENS, h < SHARE
-    slot, own_slot = record_slot(start, age, CAPACITY), record_slot(start, past + token, CAPACITY)
-    key_ring = ring_b + (row * (HEADS // GROUP) + group) * (CAPACITY * STATES)
-    head = share * SHARE + h
-    corner = row * HEADS + share * SHARE
-    times = ring_dt + corner * CAPACITY + h[:, None] * CAPACITY
-    own_n_ok, own_h_ok = token_ok[:, None] & n_ok[None, :], h_ok[:, None] & token_ok[None, :]
-    keys = tl.load(key_ring + (slot[:, None] * STATES + n[None, :]), mask=live[:, None] & n_ok[None, :], other=0.0)
-    step = tl.load(times + slot[None, :], mask=h_ok[:, None] & live[None, :], other=0.0)
-    later_slot, later_live = record_slot(start, age + 1, CAPACITY), age + 1 < past
-    later = tl.load(times + later_slot[None, :], mask=h_ok[:, None] & later_live[None, :], other=0.0)
-    rate = tl.load(A + head, mask=h_ok, other=0.0).to(tl.float32)
-    skip = tl.zeros([BLOCK_H], tl.float32)
-    if HAS_D:
-        skip = tl.load(D + head, mask=h_ok, other=0.0).to(tl.float32)
-    new_b, new_c = B + row * b_row + group * b_group, C + row * c_row + group * c_group
-    own_b = tl.load(new_b + (token[:, None] * b_token + n[None, :] * b_state), mask=own_n_ok, other=0.0)
-    own_c = tl.load(new_c + (token[:, None] * c_token + n[None, :] * c_state), mask=own_n_ok, other=0.0)
-    own_step = tl.load(
-        dt + row * dt_row + (head[:, None] * dt_head + token[None, :] * dt_token), mask=own_h_ok, other=0.0
-    )
+    def scratch(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=device)
 
-    # logs by age [heads, ages]; `later` is shifted by one age, so that its sums from the right leave out the own log
-    later *= rate[:, None]
-    after = tl.cumsum(later, 1, reverse=True)
-    total = tl.sum(step * rate[:, None], 1)
-    own_log = own_step * rate[:, None]
-    decayed = tl.where(live[None, :], tl.exp(after) * step, 0.0)
-    queries = tl.trans(own_c)
-    scores = exact_product(keys, queries, tl.zeros([BLOCK_R, BLOCK_T], tl.float32))
-    own_scores = exact_product(own_b, queries, tl.zeros([BLOCK_T, BLOCK_T], tl.float32))
-    # logs of the step's own tokens up to t, and of those after s up to t [heads, s]
-    since, between = tl.zeros([BLOCK_H], tl.float32), tl.zeros([BLOCK_H, BLOCK_T], tl.float32)
-    out = coefficient + (corner + h)[:, None] * (TOKENS * 2 * BLOCK_R)
-    for t in tl.static_range(TOKENS):
-        is_t = (token == t)[None, :]
-        log = tl.sum(tl.where(is_t, own_log, 0.0), 1)
-        since += log
-        tl.store(carry + corner * TOKENS + (h * TOKENS + t), tl.exp(total + since), mask=h_ok)
-        score = tl.sum(tl.where(is_t, scores, 0.0), 1)
-        value = decayed * tl.exp(since)[:, None] * score[None, :]  # two decays: neither exceeds 1
-        tl.store(out + (t * 2 * BLOCK_R + age)[None, :], value, mask=h_ok[:, None])
-        between = tl.where((token < t)[None, :], between + log[:, None], 0.0)
-        score = tl.sum(tl.where(is_t, own_scores, 0.0), 1)
-        value = tl.where((token <= t)[None, :], tl.exp(between) * own_step * score[None, :], 0.0)
-        value += tl.where(is_t, skip[:, None], 0.0)
-        tl.store(out + ((t * 2 + 1) * BLOCK_R + token)[None, :], value, mask=h_ok[:, None])
-
-    # append
-    tl.store(times + own_slot[None, :], own_step, mask=own_h_ok)
-    if share * SHARE % GROUP == 0:
-        tl.store(key_ring + (own_slot[:, None] * STATES + n[None, :]), own_b, mask=own_n_ok)
-    if share == 0:
-        tl.store(cursor + row * 3, start)
-        tl.store(cursor + row * 3 + 1, past)
-        tl.store(cursor + row * 3 + 2, count)
-    if FOLD:
-        if count > 0:
-            folded = (age < count)[None, :]
-            rest = tl.cumsum(tl.where((age + 1 < count)[None, :], later, 0.0), 1, reverse=True)
-            weights = weight + corner * (BLOCK_R + 1) + h * (BLOCK_R + 1)
-            tl.store(weights[:, None] + age[None, :], tl.where(folded, tl.exp(rest) * step, 0.0), mask=h_ok[:, None])
-            total = tl.exp(tl.sum(tl.where(folded, step * rate[:, None], 0.0), 1))
-            tl.store(weights + BLOCK_R, total, mask=h_ok)
-
-
-@triton.jit
-def _of_records(
-    x, records, coefficient, start, past, p_ok, x_token, x_channel,
-    WIDTH: tl.constexpr, CAPACITY: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr, AGES: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK_T: tl.constexpr,
-):  # fmt: skip
-    """What the records and the step's own tokens contribute, ``[BLOCK_P, BLOCK_T]``; appends the latter."""
-    p, token = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_T)
-    if TOKENS == 1:
-        result = tl.zeros([BLOCK_P], tl.float32)
-        for begin in tl.static_range(0, BLOCK_R, AGES):
-            age = begin + tl.arange(0, AGES)
-            slot = record_slot(start, tl.minimum(age, CAPACITY), CAPACITY)
-            ok = (age < past)[:, None] & p_ok[None, :]
-            old = tl.load(records + (slot[:, None] * WIDTH + p[None, :]), mask=ok, other=0.0)
-            result += tl.sum(old.to(tl.float32) * tl.load(coefficient + age)[:, None], 0)
-        own = tl.load(x + p * x_channel, mask=p_ok, other=0.0)
-        tl.store(records + record_slot(start, past, CAPACITY) * WIDTH + p, own, mask=p_ok)
-        return (result + own.to(tl.float32) * tl.load(coefficient + BLOCK_R))[:, None]
-    # one product: BLOCK_R ages, then the tokens
-    k = tl.arange(0, 2 * BLOCK_R)
-    is_own, s = k >= BLOCK_R, k - BLOCK_R
-    factor = tl.load(
-        coefficient + (token[:, None] * (2 * BLOCK_R) + k[None, :]),
-        mask=(token < TOKENS)[:, None] & (s < TOKENS)[None, :], other=0.0,
+    cursor = torch.empty(rows, 3, dtype=torch.int32, device=device)
+    coefficient, carry = scratch(rows, heads, tokens, 2 * block_r), scratch(rows, heads, tokens)
+    weight = scratch(rows, heads, block_r + 1) if fold else scratch(1)
+    y = torch.empty(rows, tokens, heads, width, dtype=x.dtype, device=device)
+    sizes = {
+        "HEADS": heads, "GROUP": group, "STATES": states, "CAPACITY": ring_x.shape[2],
+        "BLOCK_N": block_n, "BLOCK_R": block_r,
+    }  # fmt: skip
+    step_sizes = {"TOKENS": tokens, "BLOCK_T": block_t, **sizes}
+    mamba2_prepare[(rows * (heads // share),)](
+        dt, B, C, A, D, ring_b, ring_dt, base, committed, pending, folds,
+        cursor, coefficient, carry, weight, *dt.stride(), *B.stride(), *C.stride(),
+        precision.least_log if precision is not None else 0.0,
+        SHARE=share, BLOCK_H=power_of_two(share), HAS_D=D is not None, FOLD=fold, SKIP=skips,
+        **step_sizes, num_warps=chosen.share_warps,
     )  # fmt: skip
-    slot = record_slot(start, tl.minimum(tl.where(is_own, past + s, k), CAPACITY), CAPACITY)
-    place = records + (slot[:, None] * WIDTH + p[None, :])
-    own_ok = (is_own & (s < TOKENS))[:, None] & p_ok[None, :]
-    old_ok = (k < tl.minimum(past, BLOCK_R))[:, None] & p_ok[None, :]
-    old = tl.load(place, mask=old_ok, other=0.0)
-    own = tl.load(x + (s[:, None] * x_token + p[None, :] * x_channel), mask=own_ok, other=0.0)
-    values = tl.where(is_own[:, None], own, old)
-    result = exact_product(factor, values, tl.zeros([BLOCK_T, BLOCK_P], tl.float32))
-    tl.store(place, own, mask=own_ok)
-    return tl.trans(result)
-
-
-@triton.jit
-def _fold(
-    block, records, keys, weights, start, count, p_ok,
-    WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, AGES: tl.constexpr, PART: tl.constexpr,
-):  # fmt: skip
-    """Fold the ``count`` oldest records into the block: ``PART`` states at a time, for want of registers."""
-    p = tl.arange(0, BLOCK_P)
-    total = tl.load(weights + BLOCK_R)
-    for begin in tl.static_range(0, BLOCK_N, PART):
-        n = begin + tl.arange(0, PART)
-        n_ok = n < STATES
-        change = tl.zeros([PART, BLOCK_P], tl.float32)
-        for first in tl.static_range(0, BLOCK_R, AGES):
-            age = first + tl.arange(0, AGES)
-            slot = record_slot(start, tl.minimum(age, CAPACITY), CAPACITY)[:, None]
-            folded = (age < count)[:, None]
-            old = tl.load(records + (slot * WIDTH + p[None, :]), mask=folded & p_ok[None, :], other=0.0)
-            key = tl.load(keys + (slot * STATES + n[None, :]), mask=folded & n_ok[None, :], other=0.0)
-            weighted = old.to(tl.float32) * tl.load(weights + age)[:, None]
-            change = exact_product(tl.trans(key), weighted, change)
-        place = block + (p[:, None] * STATES + n[None, :])
-        ok = p_ok[:, None] & n_ok[None, :]
-        s = tl.load(place, mask=ok, other=0.0).to(tl.float32)
-        tl.store(place, saturated(s * total + tl.trans(change), block.dtype.element_ty), mask=ok)
-
-
-@triton.jit
-def _step(
-    state, x, C, ring_x, ring_b, coefficient, carry, weight, cursor, y,
-    x_row, x_token, x_head, x_channel,
-    c_row, c_token, c_group, c_state,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, AGES: tl.constexpr,
-    COLUMNS: tl.constexpr, PART: tl.constexpr, TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, FOLD: tl.constexpr,
-):  # fmt: skip
-    """COLUMNS: of the state, that different threads read: sums over states are sums in each thread first."""
-    tiles: tl.constexpr = (WIDTH + BLOCK_P - 1) // BLOCK_P
-    first = (tl.program_id(0) % tiles) * BLOCK_P
-    row_head = (tl.program_id(0) // tiles).to(tl.int64)
-    head = ((tl.program_id(0) // tiles) % HEADS).to(tl.int32)
-    row = row_head // HEADS
-    group = head // GROUP
-
-    # addresses: int64 for the corner of a block, int32 inside it
-    p, token = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_T)
-    n = tl.arange(0, BLOCK_N // COLUMNS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    p_ok, n_ok = (first + p < WIDTH) | (WIDTH % BLOCK_P == 0), (n < STATES)[None, :, :]
-    block = state + (row_head * WIDTH + first) * STATES
-    # the state last: Triton then leaves it in the threads that read it, and moves the queries there
-    queries, scales = (), ()
-    for t in tl.static_range(TOKENS):
-        query = C + row * c_row + group * c_group + (t * c_token + n[None, :, :] * c_state)
-        queries += (tl.load(query, mask=n_ok, other=0.0),)  # type: ignore[assignment]
-        scales += (tl.load(carry + row_head * TOKENS + t),)  # type: ignore[assignment]
-    start, past = tl.load(cursor + row * 3), tl.load(cursor + row * 3 + 1)
-    s = tl.load(block + (p[:, None, None] * STATES + n[None, :, :]), mask=p_ok[:, None, None] & n_ok, other=0.0)
-    # nothing that waits for another load is put before the last one of the state
-    tl.debug_barrier()
-    s = s.to(tl.float32)
-    records = ring_x + row_head * (CAPACITY * WIDTH) + first
-    known = _of_records(
-        x + row * x_row + head * x_head + first * x_channel, records, coefficient + row_head * (TOKENS * 2 * BLOCK_R),
-        start, past, p_ok, x_token, x_channel, WIDTH, CAPACITY, BLOCK_P, BLOCK_R, AGES, TOKENS, BLOCK_T,
-    )  # fmt: skip
-    result = tl.zeros([BLOCK_P, BLOCK_T], tl.float32)
-    for t in tl.static_range(TOKENS):
-        carried = tl.sum(tl.sum(s * (queries[t].to(tl.float32) * scales[t]), 1), 1)
-        result = tl.where((token == t)[None, :], carried[:, None], result)
-    out = y + (row * TOKENS * HEADS + head) * WIDTH + first + (token[None, :] * (HEADS * WIDTH) + p[:, None])
-    tl.store(out, (result + known).to(y.dtype.element_ty), mask=p_ok[:, None] & (token < TOKENS)[None, :])
-
-    if FOLD:
-        count = tl.load(cursor + row * 3 + 2)
-        if count > 0:
-            # a thread must not overwrite what another has yet to read
-            tl.debug_barrier()
-            keys = ring_b + (row * (HEADS // GROUP) + group) * (CAPACITY * STATES)
-            _fold(
-                block, records, keys, weight + row_head * (BLOCK_R + 1), start, count, p_ok,
-                WIDTH, STATES, CAPACITY, BLOCK_P, BLOCK_N, BLOCK_R, AGES, PART,
-            )  # fmt: skip
+    source, grid = readout or checkpoint, (rows * heads * triton.cdiv(width, block_p),)
+    if precision is None or precision.is_read_plainly:
+        mamba2_step[grid](
+            source[0], x, C, ring_x, ring_b, coefficient, carry, weight, cursor, y, *x.stride(), *C.stride(),
+            WIDTH=width, BLOCK_P=block_p, AGES=MIN_RECORDS, COLUMNS=min(COLUMNS, block_n), PART=min(PART, block_n),
+            FOLD=fold and precision is None, **step_sizes, num_warps=chosen.warps,
+        )  # fmt: skip
+    else:
+        form = precision.read.kernels()
+        mamba2_stored_step[grid](
+            *pointers(source), x, C, ring_x, coefficient, carry, cursor, y, *x.stride(), *C.stride(),
+            OPENED=form.opened, DOT=form.dot, WIDTH=width, BLOCK_P=block_p, AGES=MIN_RECORDS, SKIP=skips,
+            **step_sizes, num_warps=chosen.warps,
+        )  # fmt: skip
+    if fold and precision is not None:
+        written = [form.kernels() for form in precision.written]
+        block_p = power_of_two(width) if precision.needs_heads else min(FOLD_BLOCK, power_of_two(width))
+        pieces, lists = rows * heads * triton.cdiv(width, block_p), triton.cdiv(rows, FOLD_LIST)
+        mamba2_stored_fold[(triton.cdiv(min(FOLD_PROGRAMS, pieces), lists), lists)](
+            *pointers(checkpoint), *pointers(source), ring_x, ring_b, weight, cursor, base, folds, rows, precision.key,
+            LOAD=written[0].load, STORE=written[0].store, STORE_COPY=written[-1].store, HAS_COPY=bool(readout),
+            WIDTH=width, BLOCK_P=block_p, AGES=MIN_RECORDS, PART=min(PART, block_n), LIST=FOLD_LIST, SKIP=skips,
+            **sizes, num_warps=HEAD_WARPS if block_p > FOLD_BLOCK else FOLD_WARPS,
+        )  # fmt: skip
+    return y
 
 
 @on_their_device
@@ -272,45 +143,51 @@ def _launch(
     folds: torch.Tensor | None,
     max_records: int,
 ) -> torch.Tensor:
-    rows, tokens, heads, width = x.shape
-    groups, states = B.shape[2:]
-    group, fold, device = heads // groups, folds is not None, x.device
-    block_r = power_of_two(max(max_records, MIN_RECORDS))
-    chosen = choose("mamba2", device, rows * heads, tokens, width, states)
-    share = heads_per_program(chosen.share, group)
-    block_p, block_t = min(chosen.block, power_of_two(width)), power_of_two(tokens)
-    block_n = max(power_of_two(states), LEAST_DEPTH)
-
-    def scratch(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=device)
-
-    cursor = torch.empty(rows, 3, dtype=torch.int32, device=device)
-    coefficient, carry = scratch(rows, heads, tokens, 2 * block_r), scratch(rows, heads, tokens)
-    weight = scratch(rows, heads, block_r + 1) if fold else scratch(1)
-    y = torch.empty(rows, tokens, heads, width, dtype=x.dtype, device=device)
-    sizes = {
-        "HEADS": heads, "GROUP": group, "STATES": states, "CAPACITY": ring_x.shape[2],
-        "BLOCK_N": block_n, "BLOCK_R": block_r, "TOKENS": tokens, "BLOCK_T": block_t, "FOLD": fold,
-    }  # fmt: skip
-    _prepare[(rows * (heads // share),)](
-        dt, B, C, A, D, ring_b, ring_dt, base, committed, pending, folds,
-        cursor, coefficient, carry, weight, *dt.stride(), *B.stride(), *C.stride(),
-        SHARE=share, BLOCK_H=power_of_two(share), HAS_D=D is not None, **sizes, num_warps=chosen.share_warps,
-    )  # fmt: skip
-    _step[(rows * heads * triton.cdiv(width, block_p),)](
-        state, x, C, ring_x, ring_b, coefficient, carry, weight, cursor, y, *x.stride(), *C.stride(),
-        WIDTH=width, BLOCK_P=block_p, AGES=MIN_RECORDS, COLUMNS=min(COLUMNS, block_n), PART=min(PART, block_n),
-        **sizes, num_warps=chosen.warps,
-    )  # fmt: skip
-    return y
+    rings, cursor = (ring_x, ring_b, ring_dt), (base, committed, pending)
+    return _run(x, dt, B, C, A, D, [state], [], *rings, *cursor, folds, max_records, None)
 
 
-_operator = torch.library.custom_op(
-    "replay_transformers::mamba2_step", _launch, mutates_args=("state", "ring_x", "ring_b", "ring_dt")
+@on_their_device
+def _launch_stored(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    A: torch.Tensor,
+    D: torch.Tensor | None,
+    checkpoint: list[torch.Tensor],
+    readout: list[torch.Tensor],
+    ring_x: torch.Tensor,
+    ring_b: torch.Tensor,
+    ring_dt: torch.Tensor,
+    base: torch.Tensor,
+    committed: torch.Tensor,
+    pending: torch.Tensor,
+    folds: torch.Tensor | None,
+    max_records: int,
+    checkpoint_format: str,
+    readout_format: str,
+    key: int,
+    decay_skip: float,
+) -> torch.Tensor:
+    rings, cursor = (ring_x, ring_b, ring_dt), (base, committed, pending)
+    precision = Precision(checkpoint_format, readout_format, key, decay_skip)
+    return _run(x, dt, B, C, A, D, checkpoint, readout, *rings, *cursor, folds, max_records, precision)
+
+
+RINGS = ("ring_x", "ring_b", "ring_dt")
+_operator = torch.library.custom_op("replay_transformers::mamba2_step", _launch, mutates_args=("state", *RINGS))
+_stored_operator = torch.library.custom_op(
+    "replay_transformers::mamba2_stored_step", _launch_stored, mutates_args=("checkpoint", "readout", *RINGS)
 )
 
 
 @_operator.register_fake
+def _(x: torch.Tensor, *operands: object) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+@_stored_operator.register_fake
 def _(x: torch.Tensor, *operands: object) -> torch.Tensor:
     return x.new_empty(x.shape)
 
@@ -323,7 +200,7 @@ def replay_step(
     A: torch.Tensor,
     D: torch.Tensor | None,
     *,
-    state: torch.Tensor,
+    state: State,
     ring_x: torch.Tensor,
     ring_b: torch.Tensor,
     ring_dt: torch.Tensor,
@@ -332,12 +209,14 @@ def replay_step(
     pending: torch.Tensor,
     folds: torch.Tensor | None,
     max_records: int | None = None,
+    readout: State | None = None,
+    decay_skip: float = 0.0,
 ) -> torch.Tensor:
     """The same as `replay_transformers.kernels.mamba2.reference.replay_step`, on a GPU.
 
-    Tensors may be float32, bfloat16 or float16; ``state``, the rings and tensors of one dimension must be contiguous,
-    the others may have any strides. Without gradients. Inside compiled graphs it is the operator
-    ``replay_transformers::mamba2_step``.
+    Tensors may be float32, bfloat16 or float16; states, the rings and tensors of one dimension must be contiguous, the
+    others may have any strides. Without gradients. Inside compiled graphs it is the operator
+    ``replay_transformers::mamba2_step``, or ``mamba2_stored_step`` for a state that is not one tensor of floats.
 
     Raises:
         ValueError: a shape, dtype, device or layout that does not fit; nothing is changed then.
@@ -345,20 +224,36 @@ def replay_step(
     rows, tokens, heads, width = x.shape
     groups, states = B.shape[2:]
     capacity = ring_x.shape[2]
+    is_plain = isinstance(state, torch.Tensor) and readout is None and not decay_skip
     if not torch.compiler.is_compiling():
         check_groups(heads, groups)
         expected = {
             "x": (x, (rows, tokens, heads, width)), "dt": (dt, (rows, tokens, heads)),
             "B": (B, (rows, tokens, groups, states)), "C": (C, (rows, tokens, groups, states)), "A": (A, (heads,)),
-            "state": (state, (rows, heads, width, states)), "ring_x": (ring_x, (rows, heads, capacity, width)),
-            "ring_b": (ring_b, (rows, groups, capacity, states)), "ring_dt": (ring_dt, (rows, heads, capacity)),
+            "ring_x": (ring_x, (rows, heads, capacity, width)), "ring_b": (ring_b, (rows, groups, capacity, states)),
+            "ring_dt": (ring_dt, (rows, heads, capacity)),
             "base": (base, (rows,)), "committed": (committed, (rows,)), "pending": (pending, (rows,)),
         }  # fmt: skip
         if D is not None:
             expected["D"] = (D, (heads,))
         if folds is not None:
             expected["folds"] = (folds, (rows,))
-        check_operands(expected, ("state", "ring_x", "ring_b", "ring_dt"), POINTERS)
-    run: Callable[..., torch.Tensor] = _operator if torch.compiler.is_compiling() else _launch
-    cursor = (base, committed, pending, folds)
-    return run_in_parts(run, (x, dt, B, C), (A, D, state, ring_x, ring_b, ring_dt), cursor, capacity, max_records)
+        check_operands(expected, RINGS, POINTERS)
+        for name, one in (("state", state), ("readout", readout)):
+            check_stored(name, one, (rows, heads, width, states), x.device)
+    cursor, tokens_of, rings = (base, committed, pending, folds), (x, dt, B, C), (ring_x, ring_b, ring_dt)
+    run: Callable[..., torch.Tensor]
+    if is_plain:
+        run = _operator if torch.compiler.is_compiling() else _launch
+        return run_in_parts(run, tokens_of, (A, D, state, *rings), cursor, capacity, max_records)
+    (form, parts), (copy_form, copy_parts) = parts_of(state), parts_of(readout)
+    run = functools.partial(
+        _stored_operator if torch.compiler.is_compiling() else _launch_stored,
+        checkpoint_format=form,
+        readout_format=copy_form,
+        key=state.key if isinstance(state, StoredState) else 0,
+        decay_skip=float(decay_skip),
+    )
+    return run_in_parts(
+        run, tokens_of, (A, D, parts, copy_parts, *rings), cursor, capacity, max_records, folds_last=True
+    )

@@ -44,7 +44,8 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
         row_bytes = geometry.heads * FORMATS[config.checkpoint].head_bytes(geometry.head_dim, geometry.state_dim)
         cursor.state_bytes = max(cursor.state_bytes, row_bytes)
         self._convolution = Implementations("causal_conv", config.impl)
-        self._recurrence = Implementations(geometry.kind, config.impl, without_kernels(config))
+        refusal = "the rings are longer than the kernels take" if config.capacity > MOST_RECORDS else None
+        self._recurrence = Implementations(geometry.kind, config.impl, refusal)
         # from the first forward on, None before it: the state that folds read and write, the copy that steps read
         self.checkpoint: Any = None
         self.readout: Any = None
@@ -270,13 +271,6 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
     def _everything(self) -> dict[str, Any]:
         base, committed, pending = (tensor.to(self.checkpoint.device) for tensor in self.cursor.tensors())
         return {"base": base, "count": committed + pending}
-
-
-def without_kernels(config: ReplayConfig) -> str | None:
-    """Why Triton's kernels cannot run with these settings; None if they can."""
-    if config.capacity > MOST_RECORDS:
-        return "the rings are longer than the kernels take"
-    return None if config.is_plain else "there are no kernels yet for these precisions"
 
 
 def _parts(state: State | None) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,0 +1,128 @@
+"""The kernels of the Gated DeltaNet step where the state is more than one tensor of floats, or a copy of it is read.
+
+``gated_delta_stored_step`` reads out of any format; ``gated_delta_stored_fold`` then folds the rows that are due into
+the checkpoint and renews the copy. The functions of the formats are given to them, see `formats.plain_tiles`.
+"""
+
+import triton
+import triton.language as tl
+
+from replay_transformers.kernels.gated_delta.fold import SOLUTION, advanced
+from replay_transformers.kernels.gated_delta.read import halves, product
+from replay_transformers.kernels.gated_delta.step import deltas_of_records, finish, rows_of_factors
+from replay_transformers.kernels.tiles import RECORDS, rank_of_due
+
+__all__ = ["gated_delta_stored_fold", "gated_delta_stored_step"]
+
+
+@triton.jit
+def gated_delta_stored_step(
+    values, scales, head_scales, q, k, v, beta, ring_v, ring_d,
+    coefficient, own_coefficient, gain, cursor, y,
+    q_row, q_token, q_head, q_state,
+    k_row, k_token, k_head, k_state,
+    v_row, v_token, v_head, v_channel,
+    beta_row, beta_token, beta_head,
+    OPENED: tl.constexpr, DOT: tl.constexpr, TRANSPOSED: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, AGES: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, SKIP: tl.constexpr,
+):  # fmt: skip
+    """SKIP: heads whose states count for nothing in this step do not read them."""
+    tiles: tl.constexpr = (WIDTH + BLOCK_V - 1) // BLOCK_V
+    most: tl.constexpr = RECORDS // 2 if TOKENS > 1 else 1
+    first = (tl.program_id(0) % tiles) * BLOCK_V
+    row_head = (tl.program_id(0) // tiles).to(tl.int64)
+    head = ((tl.program_id(0) // tiles) % HEADS).to(tl.int32)
+    row = row_head // HEADS
+    key_head = head // GROUP
+    p, token, age = tl.arange(0, BLOCK_V), tl.arange(0, most), tl.arange(0, AGES)
+    p_ok = first + p < WIDTH
+    out_ok = (token < TOKENS)[:, None] & p_ok[None, :]
+    gains = gain + row_head * (2 * TOKENS)
+    ok = p_ok
+    if SKIP:
+        ok = p_ok & (tl.load(gains + 0 * p) > 0.0)
+    tile = OPENED(values, scales, head_scales, row_head, first + p, ok, WIDTH, STATES, BLOCK_K, TRANSPOSED)
+    start, past = tl.load(cursor + row * 3), tl.load(cursor + row * 3 + 1)
+    new_v = v + row * v_row + head * v_head + (token[:, None] * v_token + (first + p)[None, :] * v_channel)
+    value = tl.load(new_v, mask=out_ok, other=0.0)
+
+    factors = coefficient + row_head * (2 * TOKENS * BLOCK_R)
+    records = ring_d + (row_head * (CAPACITY * WIDTH) + first)
+    answer_k, answer_q = tl.zeros([most, BLOCK_V], tl.float32), tl.zeros([most, BLOCK_V], tl.float32)
+    for begin in tl.static_range(0, BLOCK_R, AGES):
+        d = deltas_of_records(records, start, past, begin + age, p, p_ok, WIDTH, CAPACITY)
+        if TOKENS == 1:
+            known = tl.sum(d.to(tl.float32) * tl.load(factors + (begin + age))[:, None], 0)
+            answer_k += known[None, :]
+            known = tl.sum(d.to(tl.float32) * tl.load(factors + (BLOCK_R + begin + age))[:, None], 0)
+            answer_q += known[None, :]
+        else:
+            known_k, known_q = halves(
+                product(rows_of_factors(factors + (begin + age)[None, :], BLOCK_R, TOKENS), d, 0.0), BLOCK_V
+            )
+            answer_k, answer_q = answer_k + known_k, answer_q + known_q
+    new_k, new_q = k + row * k_row + key_head * k_head, q + row * q_row + key_head * q_head
+    for t in tl.static_range(TOKENS):
+        is_t = (token == t)[:, None]
+        carried = DOT(tile, new_k + t * k_token, k_state, STATES, BLOCK_K) * tl.load(gains + t)
+        answer_k += tl.where(is_t, carried[None, :], 0.0)
+        carried = DOT(tile, new_q + t * q_token, q_state, STATES, BLOCK_K) * tl.load(gains + (TOKENS + t))
+        answer_q += tl.where(is_t, carried[None, :], 0.0)
+    finish(
+        answer_k, answer_q, value, beta + row * beta_row + head * beta_head, own_coefficient, ring_v, ring_d, y,
+        start, past, row_head, first, beta_token,
+        HEADS, WIDTH, CAPACITY, BLOCK_V, TOKENS, BLOCK_T,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows", "key"])
+def gated_delta_stored_fold(
+    values, scales, head_scales, copy_values, copy_scales, copy_head_scales,
+    ring_k, ring_v, solution, cursor, base, folds, rows, key,
+    LOAD: tl.constexpr, STORE: tl.constexpr, STORE_COPY: tl.constexpr,
+    TRANSPOSED: tl.constexpr, COPY_TRANSPOSED: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    PART: tl.constexpr, LIST: tl.constexpr, SKIP: tl.constexpr, HAS_COPY: tl.constexpr,
+):  # fmt: skip
+    """LIST: rows whose tiles a program shares with those beside it; PART: states of a tile that enter one product."""
+    tiles: tl.constexpr = (WIDTH + BLOCK_V - 1) // BLOCK_V
+    p = tl.arange(0, BLOCK_V)
+    listed = tl.program_id(1) * LIST + tl.arange(0, LIST)
+    rank = rank_of_due(folds, listed, rows)
+    pieces = tl.max(rank, 0) * (HEADS * tiles)
+    for piece in tl.range(tl.program_id(0), pieces, tl.num_programs(0)):
+        row = tl.sum(tl.where(rank == piece // (HEADS * tiles) + 1, listed, 0), 0).to(tl.int64)
+        head, first = piece // tiles % HEADS, piece % tiles * BLOCK_V
+        row_head = row * HEADS + head
+        start, count = tl.load(cursor + row * 3), tl.load(cursor + row * 3 + 2)
+        keys = ring_k + (row * (HEADS // GROUP) + head // GROUP) * (CAPACITY * STATES)
+        solved = solution + row_head * (BLOCK_R // RECORDS * SOLUTION)
+        p_ok = first + p < WIDTH
+        ok = p_ok
+        if SKIP:
+            ok = p_ok & (tl.load(solved + (RECORDS * (RECORDS + 1) + 0 * p)) >= 0.0)
+        parts = ()
+        for index in tl.static_range(BLOCK_K // PART):
+            part = LOAD(
+                values, scales, head_scales, row_head, first + p, ok, index * PART, WIDTH, STATES, PART, TRANSPOSED
+            )
+            parts += (part,)  # type: ignore[assignment]
+        parts = advanced(
+            parts, keys, ring_v + (row_head * (CAPACITY * WIDTH) + first), solved, start, count, p_ok,
+            WIDTH, STATES, CAPACITY, BLOCK_V, BLOCK_K, PART,
+        )  # fmt: skip
+        # a thread must not overwrite what another has yet to read
+        tl.debug_barrier()
+        position = tl.load(base + row) + count
+        parts = STORE(
+            values, scales, head_scales, row_head, first + p, p_ok, parts, key, position,
+            WIDTH, STATES, PART, TRANSPOSED,
+        )  # fmt: skip
+        if HAS_COPY:
+            STORE_COPY(
+                copy_values, copy_scales, copy_head_scales, row_head, first + p, p_ok, parts, key, position,
+                WIDTH, STATES, PART, COPY_TRANSPOSED,
+            )  # fmt: skip
