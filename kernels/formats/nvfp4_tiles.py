@@ -10,6 +10,7 @@ __all__ = ["dot", "load", "opened", "store"]
 
 BLOCK, HALF = tl.constexpr(nvfp4.BLOCK), tl.constexpr(nvfp4.BLOCK // 2)
 CARRY, EXPONENT, SIXTH = tl.constexpr(nvfp4.CARRY), tl.constexpr(nvfp4.EXPONENT), tl.constexpr(nvfp4.SIXTH)
+SIGNS = tl.constexpr(-0x7FFF8000)  # the highest bits of both halves of a word
 HALF_SCALE = tl.constexpr(2.0**14)  # of e2m1, from its bits in the place of float16's
 
 
@@ -85,21 +86,52 @@ def opened(
     values, scales, head_scales, row_head, c, ok,
     WIDTH: tl.constexpr, STATES: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """All states of the channels by block, the blocks' scales, and the head's."""
+    """All states of the channels, as two words per block, the blocks' scales, and the head's."""
     blocks: tl.constexpr = (STATES + BLOCK - 1) // BLOCK
-    block, i = tl.arange(0, BLOCK_N // BLOCK), tl.arange(0, HALF)
+    block, i = tl.arange(0, BLOCK_N // BLOCK), tl.arange(0, 2)
     here = ok[:, None] & (block < blocks)[None, :]
     place = row_head * (WIDTH * blocks) + (c[:, None] * blocks + block[None, :])
-    packed = tl.load(values + (place * HALF)[:, :, None] + i[None, None, :], mask=here[:, :, None], other=0)
+    words = values.to(tl.pointer_type(tl.int32))
+    packed = tl.load(words + (place * 2)[:, :, None] + i[None, None, :], mask=here[:, :, None], other=0)
     head_scale = tl.load(head_scales + (row_head + 0 * c), mask=ok, other=0.0)
     return packed, tl.load(scales + place, mask=here, other=0), head_scale
 
 
 @triton.jit
+def _two_halves(words, K: tl.constexpr):
+    """Numbers ``K`` and ``K + 4`` (0 to 7) of each word, over 2^14, as the lower and the upper float16 of int32."""
+    if K == 0:
+        return ((words << 9) & 0x0E000E00) | ((words << 12) & SIGNS)
+    elif K == 1:
+        return ((words << 5) & 0x0E000E00) | ((words << 8) & SIGNS)
+    elif K == 2:
+        return ((words << 1) & 0x0E000E00) | ((words << 4) & SIGNS)
+    else:
+        return ((words >> 3) & 0x0E000E00) | (words & SIGNS)
+
+
+@triton.jit
+def _lower(words):
+    return words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
 def dot(tile, vector, stride, STATES: tl.constexpr, BLOCK_N: tl.constexpr):
     """The states of each channel times a vector: ``[channels]``."""
-    n = tl.arange(0, BLOCK_N // BLOCK)[:, None] * BLOCK + tl.arange(0, HALF)[None, :] * 2
-    even = tl.load(vector + n * stride, mask=n < STATES, other=0.0).to(tl.float32)
-    odd = tl.load(vector + (n + 1) * stride, mask=n + 1 < STATES, other=0.0).to(tl.float32)
-    products = _number(tile[0] & 15) * even[None, :, :] + _number(tile[0] >> 4) * odd[None, :, :]
-    return tl.sum(tl.sum(products, 2) * e4m3_value(tile[1]), 1) * (tile[2] * HALF_SCALE)
+    n = tl.arange(0, BLOCK_N)
+    wide = tl.load(vector + n * stride, mask=n < STATES, other=0.0).to(tl.float32)
+    # by place in a word, bits from the lowest: so the threads that have a word have its eight factors
+    even, odd = tl.split(tl.reshape(wide, [BLOCK_N // BLOCK, 2, 2, 2, 2]))
+    even_0, even_1 = tl.split(even)
+    odd_0, odd_1 = tl.split(odd)
+    first, fifth = tl.split(even_0)
+    third, seventh = tl.split(even_1)
+    second, sixth = tl.split(odd_0)
+    fourth, eighth = tl.split(odd_1)
+    lower, upper = (first, second, third, fourth), (fifth, sixth, seventh, eighth)
+    total = tl.zeros([tile[0].shape[0], BLOCK_N // BLOCK, 2], tl.float32)
+    for k in tl.static_range(4):
+        both = _two_halves(tile[0], k)
+        total = tl.fma(_lower(both), tl.broadcast_to(lower[k][None, :, :], total.shape), total)
+        total = tl.fma(_lower(both >> 16), tl.broadcast_to(upper[k][None, :, :], total.shape), total)
+    return tl.sum(tl.sum(total, 2) * e4m3_value(tile[1]), 1) * (tile[2] * HALF_SCALE)

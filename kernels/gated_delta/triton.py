@@ -55,7 +55,7 @@ DEPTH = 256  # bytes of the state that a thread has under way, where there is on
 CHUNK, STAGES = 16, 3  # rows of the state per matrix product, and how many products are under way
 # of the fold: channels and warps of a program, states per product, programs at most, rows that they share
 FOLD_BLOCK, FOLD_WARPS, FOLD_PART, FOLD_PROGRAMS, FOLD_LIST = 16, 1, 64, 4224, 256
-HEAD_WARPS = 16  # of a program with a whole head
+HEAD_WARPS = 8  # of a program with a whole head
 
 
 def _run(
