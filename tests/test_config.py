@@ -28,11 +28,22 @@ WRONG = [
     ("max_draft", False, ["max_draft", "int", "bool", "False"]),
     ("checkpoint", None, ["checkpoint", "float32", "None"]),
     ("checkpoint", torch.float32, ["checkpoint", "'float32'", "torch.float32"]),
+    ("checkpoint", "FP8", ["checkpoint", "'fp8'", "'FP8'"]),
+    ("checkpoint", ["fp8"], ["checkpoint", "'fp8'", "['fp8']"]),
     ("decay_skip", "0", ["decay_skip", "number", "'0'"]),
     ("decay_skip", True, ["decay_skip", "number", "True"]),
     ("decay_skip", -0.1, ["decay_skip", "[0, 1)", "-0.1"]),
     ("decay_skip", 1.0, ["decay_skip", "[0, 1)", "1.0"]),
     ("decay_skip", float("nan"), ["decay_skip", "[0, 1)", "nan"]),
+    ("decay_skip", float("inf"), ["decay_skip", "[0, 1)", "inf"]),
+    ("decay_skip", None, ["decay_skip", "number", "None"]),
+    ("seed", -1, ["seed", "at least 0", "-1"]),
+    ("seed", 1.0, ["seed", "int", "float", "1.0"]),
+    ("seed", "1", ["seed", "int", "str", "'1'"]),
+    ("seed", None, ["seed", "int", "NoneType"]),
+    ("seed", True, ["seed", "int", "bool", "True"]),
+    ("readout", torch.bfloat16, ["readout", "'bfloat16'", "torch.bfloat16"]),
+    ("readout", True, ["readout", "None", "True"]),
     ("impl", "cuda", ["impl", "auto", "reference", "triton", "'cuda'"]),
     ("impl", None, ["impl", "auto", "None"]),
 ]
@@ -103,10 +114,15 @@ def test_defaults_are_valid_and_exact() -> None:
     st.integers(1, 64),
     st.integers(0, 64),
     st.sampled_from(CHECKPOINTS),
+    st.sampled_from([None, *READOUTS]),
+    st.floats(0, 1, exclude_max=True),
     st.sampled_from(["auto", "reference"]),
+    st.integers(0, 2**64 - 1),
 )
-def test_dicts_round_trip(window: int, max_draft: int, checkpoint: str, impl: str) -> None:
-    config = ReplayConfig(window=window, max_draft=max_draft, checkpoint=checkpoint, impl=impl)
+def test_dicts_round_trip(
+    window: int, max_draft: int, checkpoint: str, readout: str | None, decay_skip: float, impl: str, seed: int
+) -> None:
+    config = ReplayConfig(window, max_draft, checkpoint, readout, decay_skip, impl, seed=seed)
     assert ReplayConfig.from_dict(config.to_dict()) == config
     assert hash(ReplayConfig.from_dict(config.to_dict())) == hash(config)
 
