@@ -7,37 +7,18 @@ value to the other side where the two sums differ in their last bits.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
-from replay_transformers.kernels.formats import FORMATS, PlainFormat, StoredState
-from replay_transformers.kernels.formats.stored import State, readable, refresh
+from replay_transformers.kernels.formats import StoredState
+from replay_transformers.kernels.formats.stored import readable, refresh
 from replay_transformers.kernels.launch import Launch, override
-from tests.support.kernels import (
-    INTERPRETED,
-    KERNELS,
-    NAN,
-    OPERATORS_IN_TRITON,
-    Case,
-    Result,
-    assert_as_good,
-    bits,
-    make_case,
-)
+from tests.support.kernels import KERNELS, NAN, OPERATORS_IN_TRITON, make_case
 from tests.support.operators import Geometry, Operator
+from tests.support.precisions import EVERY_PRECISION, KEY, Precise, clone, parts_of, same_up_to_rounding
 
 SMALL, ODD = Geometry(2, 1, 8, 16), Geometry(2, 2, 5, 24)
-KEY = 5 << 32 | 11
-PRECISIONS = [
-    ("float32", "bfloat16"), ("float32", "float16"), ("float32", "fp8"), ("float32", "nvfp4"), ("bfloat16", "fp8"),
-    ("fp8", None), ("fp8_sr", None), ("float16_sr", None), ("nvfp4", None), ("fp8", "nvfp4"), ("nvfp4", "bfloat16"),
-]  # fmt: skip
-EVERY_PRECISION = pytest.mark.parametrize(
-    ("checkpoint", "readout"), PRECISIONS, ids=[f"{c}-{r}" for c, r in PRECISIONS]
-)
 
 
 @pytest.fixture(autouse=True)
@@ -48,110 +29,16 @@ def _few_programs() -> Iterator[None]:
         yield
 
 
-def stored(name: str, values: torch.Tensor, operator: Operator) -> State:
-    """A state in a format of that name; values in transformers' layout."""
-    form, is_transposed = FORMATS[name], operator.name == "gated_delta"
-    if isinstance(form, PlainFormat):
-        return values.to(form.dtype)
-    rows, heads = values.shape[:2]
-    channels, states = values.shape[:1:-1] if is_transposed else values.shape[2:]
-    parts = {
-        part: torch.zeros(rows, heads, *shape, dtype=dtype, device=values.device)
-        for part, (shape, dtype) in form.parts(channels, states).items()
-    }
-    state = StoredState(form, parts, states, is_transposed, KEY)
-    state.write(values, torch.zeros(rows, dtype=torch.int64, device=values.device))
-    return state
-
-
-def clone(state: State | None) -> Any:
-    """A copy in memory of its own."""
-    if isinstance(state, StoredState):
-        return state.with_parts({name: part.clone() for name, part in state.parts.items()})
-    return None if state is None else state.clone()
-
-
-class Precise:
-    """A case whose state is stored in some format, beside a copy that is read.
-
-    The copy is of another state than the checkpoint, so that it shows which of the two is read.
-    """
-
-    def __init__(self, case: Case, checkpoint: str, readout: str | None, decay_skip: float = 0.0) -> None:
-        self.case, self.decay_skip = case, decay_skip
-        state = case.buffers["state"]
-        self.state = stored(checkpoint, state, case.operator)
-        self.readout = None if readout is None else stored(readout, state.flip(2), case.operator)
-
-    def run(self, kernel: Any, case: Case | None = None) -> tuple[Result, Any, Any]:
-        """Output and rings, the checkpoint and the copy after a step."""
-        case = case or self.case
-        state, readout = clone(self.state), clone(self.readout)
-        buffers = {name: ring for name, ring in case.buffers.items() if name != "state"}
-        arguments = {"state": state, "readout": readout, "decay_skip": self.decay_skip}
-
-        class Kernel:
-            @staticmethod
-            def replay_step(*operands: Any, **rest: Any) -> torch.Tensor:
-                return kernel.replay_step(*operands, **rest, **arguments)
-
-        return case.run(Kernel, buffers), state, readout
-
-    def truth(self) -> tuple[Result, Any, Any]:
-        """In float64 on the same stored state."""
-        case, wide = self.case, {n: None if t is None else t.double() for n, t in self.case.parameters.items()}
-        tokens = {name: tensor.double() for name, tensor in case.tokens.items()}
-        exact = {name: ring for name, ring in case.exact.items() if name != "state"}
-        return self.run(case.operator.kernel, replace(case, parameters=wide, tokens=tokens, buffers=exact))
-
-    def check(self) -> tuple[Result, Any, Any]:
-        """Triton is as good as the reference; rows that are not due keep their bytes."""
-        got, state, readout = self.run(KERNELS[self.case.operator.name])
-        want, want_state, want_readout = self.run(self.case.operator.kernel)
-        exact, *_ = self.truth()
-        assert exact.output.isfinite().all()
-        assert_as_good(got.output, exact.output, want.output)
-        for name, ring in got.buffers.items():
-            if name == "ring_d":
-                new = ~torch.isnan(ring) & ~torch.isnan(exact.buffers[name])
-                assert_as_good(ring[new], exact.buffers[name][new], want.buffers[name][new])
-            else:
-                assert torch.equal(bits(ring), bits(want.buffers[name])), name
-        folds = torch.zeros(2, dtype=torch.int64) if self.case.folds is None else self.case.folds
-        for mine, theirs, before in ((state, want_state, self.state), (readout, want_readout, self.readout)):
-            for name, part in _parts(mine).items():
-                assert torch.equal(bits(part)[folds == 0], bits(_parts(before)[name])[folds == 0])
-            if mine is not None and (folds > 0).any():
-                same_up_to_rounding(mine, theirs, folds > 0)
-        return got, state, readout
-
-
-def _parts(state: Any) -> dict[str, torch.Tensor]:
-    if state is None:
-        return {}
-    return state.parts if isinstance(state, StoredState) else {"values": state}
-
-
-def same_up_to_rounding(got: Any, want: Any, rows: torch.Tensor) -> None:
-    """Of values that agree to 1e-5 few lie so close to the middle of two numbers of a format that they part there."""
-    mine, theirs = (readable(state, torch.float32)[rows] for state in (got, want))
-    scale = theirs.abs().max()
-    assert (mine - theirs).abs().max() <= scale / 2, "further apart than two neighbours of the narrowest format"
-    limit = 2**-7 if INTERPRETED and _parts(got)["values"].dtype == torch.bfloat16 else 1e-5  # truncated there
-    apart = (mine - theirs).abs() > limit * theirs.abs() + 1e-6 * scale
-    assert apart.float().mean() <= 0.03, f"{apart.float().mean():.1%} of the values differ"
-
-
 @OPERATORS_IN_TRITON
 @EVERY_PRECISION
 def test_a_row_that_folds_and_one_that_does_not(operator: Operator, checkpoint: str, readout: str | None) -> None:
     case = make_case(operator, SMALL, 1, committed=(7, 2), pending=(0, 3), folds=[7, 0])
     precise = Precise(case, checkpoint, readout)
     _, state, copy = precise.check()
-    assert not torch.equal(_parts(state)["values"][0], _parts(precise.state)["values"][0])
+    assert not torch.equal(parts_of(state)["values"][0], parts_of(precise.state)["values"][0])
     if copy is not None:  # it has been made of the new checkpoint
         again = clone(copy)
-        for part in _parts(again).values():
+        for part in parts_of(again).values():
             part.zero_()
         refresh(again, state, case.position["base"] + case.folds)
         same_up_to_rounding(copy, again, case.folds > 0)
@@ -183,7 +70,7 @@ def test_decay_skip(operator: Operator, checkpoint: str, readout: str | None, lo
     precise = Precise(case, checkpoint, readout, threshold)
     forgotten = [True, log_decay == -40.0]
     for state in (precise.state, precise.readout):
-        part = None if state is None else list(_parts(state).values())[-1]
+        part = None if state is None else list(parts_of(state).values())[-1]
         if part is not None:
             for row, is_forgotten in enumerate(forgotten):
                 if is_forgotten and part.is_floating_point():
@@ -218,7 +105,7 @@ def test_the_operators_registration(operator: Operator, checkpoint: str, readout
     rings = [ring.nan_to_num() for name, ring in case.buffers.items() if name != "state"]
     operands = (
         *case.tokens.values(), *case.parameters.values(),
-        list(_parts(precise.state).values()), list(_parts(precise.readout).values()), *rings,
+        list(parts_of(precise.state).values()), list(parts_of(precise.readout).values()), *rings,
         *case.position.values(), case.folds, 16, checkpoint, readout or "", KEY, 0.0,
     )  # fmt: skip
     torch.library.opcheck(KERNELS[operator.name]._stored_operator, operands)

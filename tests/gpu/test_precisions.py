@@ -1,0 +1,103 @@
+"""Every format of the state at real sizes on a GPU, in graphs, and through `generate`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import replay_transformers as rt
+from replay_transformers.kernels.formats.stored import readable
+from tests.gpu.test_kernels import EVERY_GEOMETRY, REAL, spread
+from tests.support.kernels import DEVICE, KERNELS, make_case
+from tests.support.models import FAMILIES, prompt
+from tests.support.operators import Geometry, Operator
+from tests.support.precisions import EVERY_PRECISION, Precise, clone, parts_of
+
+FOUR_MODELS = pytest.mark.parametrize(("operator", "geometry"), [REAL[0], REAL[2]], ids=["mamba2", "gated_delta"])
+
+
+@EVERY_GEOMETRY
+@EVERY_PRECISION
+def test_real_sizes(operator: Operator, geometry: Geometry, checkpoint: str, readout: str | None) -> None:
+    Precise(make_case(operator, geometry, 1, dtype=torch.bfloat16, **spread(5, 1)), checkpoint, readout).check()
+
+
+@FOUR_MODELS
+@EVERY_PRECISION
+@pytest.mark.parametrize("count", [4, 8, 11])
+def test_more_tokens(operator: Operator, geometry: Geometry, checkpoint: str, readout: str | None, count: int) -> None:
+    Precise(make_case(operator, geometry, count, dtype=torch.bfloat16, **spread(3, count)), checkpoint, readout).check()
+
+
+@FOUR_MODELS
+@pytest.mark.parametrize(("checkpoint", "readout"), [("float32", None), ("float32", "fp8"), ("nvfp4", None)])
+def test_decay_skip(operator: Operator, geometry: Geometry, checkpoint: str, readout: str | None) -> None:
+    """A threshold under which some heads fall and others do not."""
+    Precise(make_case(operator, geometry, 1, dtype=torch.bfloat16, **spread(5, 1)), checkpoint, readout, 0.1).check()
+
+
+@FOUR_MODELS
+@pytest.mark.parametrize("name", ["fp8_sr", "float16_sr"])
+def test_a_replayed_graph_draws_new_random_numbers(operator: Operator, geometry: Geometry, name: str) -> None:
+    """The same fold at another position of the row rounds otherwise, at the same one alike."""
+    case = make_case(operator, geometry, 1, dtype=torch.bfloat16, committed=(16,), pending=(0,), folds=[16])
+    precise = Precise(case, name, None)
+    state, rings = clone(precise.state), {n: ring.clone() for n, ring in case.buffers.items() if n != "state"}
+    base = case.position["base"].clone()
+    arguments: dict[str, Any] = {**case.position, "base": base, "folds": case.folds, "state": state, **rings}
+    operands = [*case.tokens.values(), *case.parameters.values()]
+    start = {n: part.clone() for n, part in state.parts.items()}
+
+    def restore() -> None:
+        for n, part in state.parts.items():
+            part.copy_(start[n])
+
+    step = KERNELS[operator.name].replay_step
+    stream = torch.cuda.Stream()
+    with torch.no_grad(), torch.cuda.stream(stream):
+        step(*operands, **arguments)
+    stream.synchronize()
+    restore()
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        step(*operands, **arguments)
+    seen = []
+    capacity = rings[next(iter(rings))].shape[2]
+    for moved in (0, capacity, 0):  # the same slots
+        restore()
+        base.copy_(case.position["base"] + moved)
+        graph.replay()
+        torch.cuda.synchronize()
+        seen.append({n: part.clone() for n, part in parts_of(state).items()})
+    assert all(torch.equal(seen[0][n], seen[2][n]) for n in seen[0])
+    assert not torch.equal(seen[0]["values"], seen[1]["values"])
+
+
+@pytest.mark.usefixtures("enabled")
+@pytest.mark.no_poison
+@pytest.mark.parametrize("implementation", ["replay", "replay_static"])
+@pytest.mark.parametrize("settings", [{"readout": "fp8"}, {"readout": "nvfp4"}, {"checkpoint": "fp8_sr"}], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generate(family: str, settings: dict[str, Any], implementation: str) -> None:
+    """The logits of the reference up to values that are rounded to the other side, over flushes."""
+    cpu = FAMILIES[family]()
+    inputs = prompt(3, 9, [0, 1, 5])
+    arguments: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
+    arguments |= {"output_logits": True, "cache_config": {"window": 4, **settings}}
+    truth = cpu.generate(**inputs, **arguments, cache_implementation="replay")
+    cuda = {name: tensor.to(DEVICE) for name, tensor in inputs.items()}
+    output = cpu.to(DEVICE).generate(**cuda, **arguments, cache_implementation=implementation, disable_compile=True)
+    want, got = torch.stack(truth.logits[:5]), torch.stack(output.logits[:5]).cpu()
+    assert (got - want).norm() <= 1e-2 * want.norm()
+    assert rt.is_enabled()
+    torch._dynamo.reset()
+
+
+def test_a_stored_state_reads_alike_on_both_devices() -> None:
+    operator, geometry = REAL[0]
+    precise = Precise(make_case(operator, geometry, 1, **spread(2, 1)), "nvfp4", "fp8")
+    for state in (precise.state, precise.readout):
+        on_cpu = state.with_parts({name: part.cpu() for name, part in state.parts.items()})
+        assert torch.equal(readable(on_cpu, torch.float32), readable(state, torch.float32).cpu())
