@@ -279,6 +279,24 @@ class ReplayCache(RowsOfCache, Cache):
         self._require_between_forwards("read a state")
         return layer.state()
 
+    def check_finite(self) -> None:
+        """Raise ValueError if a checkpoint or a copy of it holds a value that is not finite. Waits for the device.
+
+        Formats of several tensors store what is not finite as NaN, so that it shows in every output; this says where.
+        """
+        self._require_between_forwards("check a state")
+        found = [
+            f"layer {index}, {name}, rows {rows}"
+            for index, layer in enumerate(self.layers)
+            if isinstance(layer, ReplayLayer)
+            for name, rows in layer.rows_not_finite().items()
+        ]
+        if found:
+            raise ValueError(
+                f"the cache holds states that are not finite: {'; '.join(found)}; reset() it, and look for overflow in "
+                "the model's activations, or store the state in a wider precision"
+            )
+
     def flush(self) -> None:
         """Fold every committed record into the checkpoint, in place. Later outputs change by rounding only."""
         self._require_between_forwards("flush")

@@ -11,7 +11,7 @@ from replay_transformers.cursor import Cursor, allocate, select_rows
 from replay_transformers.geometry import LayerGeometry
 from replay_transformers.implementation import Implementations
 from replay_transformers.kernels.formats import FORMATS, PlainFormat, StoredState
-from replay_transformers.kernels.formats.stored import State, refresh
+from replay_transformers.kernels.formats.stored import State, readable, refresh
 
 __all__ = ["ReplayLayer"]
 
@@ -231,6 +231,16 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
             for part, tensor in _parts(state)
         }
         return {**states, "conv_ring": self.conv_ring, **self.rings}
+
+    def rows_not_finite(self) -> dict[str, list[int]]:
+        """Batch rows whose checkpoint or copy holds a value that is not finite, by the name of the buffer."""
+        states = {"checkpoint": self.checkpoint, "readout": self.readout}
+        found = {
+            name: (~readable(state, torch.float32).isfinite().flatten(1).all(1)).nonzero()[:, 0].tolist()
+            for name, state in states.items()
+            if state is not None
+        }
+        return {name: rows for name, rows in found.items() if rows}
 
     def reset(self) -> None:
         """Zero the states, in place; the rings' slots are dead once the cursor is reset, whatever they hold."""
