@@ -26,13 +26,11 @@ def _update(
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    tiles: tl.constexpr = (WIDTH + BLOCK_V - 1) // BLOCK_V
-    first = (tl.program_id(0) % tiles) * BLOCK_V
-    row_head = (tl.program_id(0) // tiles).to(tl.int64)
-    head = ((tl.program_id(0) // tiles) % HEADS).to(tl.int32)
-    row, key_head = row_head // HEADS, head // GROUP
+    first, head, row = tl.program_id(0) * BLOCK_V, tl.program_id(1), tl.program_id(2).to(tl.int64)
+    row_head, key_head = row * HEADS + head, head // GROUP
     i, p = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
-    p_ok, k_ok = first + p < WIDTH, i < STATES
+    # without masks where blocks fit
+    p_ok, k_ok = (first + p < WIDTH) | (WIDTH % BLOCK_V == 0), (i < STATES) | (STATES == BLOCK_K)
     block = state + (row_head * (STATES * WIDTH) + first) + (i[:, None] * WIDTH + p[None, :])
     block_ok = k_ok[:, None] & p_ok[None, :]
     s = tl.load(block, mask=block_ok, other=0.0).to(tl.float32)
@@ -58,7 +56,7 @@ def _launch(
     heads, width = v.shape[2:]
     y = torch.empty(rows, 1, heads, width, dtype=q.dtype, device=q.device)
     block = min(BLOCK, power_of_two(width))
-    _update[(rows * heads * triton.cdiv(width, block),)](
+    _update[(triton.cdiv(width, block), heads, rows)](
         state, q, k, v, g, beta, y,
         *(q.stride(i) for i in (0, 2, 3)), *(k.stride(i) for i in (0, 2, 3)), *(v.stride(i) for i in (0, 2, 3)),
         *(g.stride(i) for i in (0, 2)), *(beta.stride(i) for i in (0, 2)), states**-0.5,

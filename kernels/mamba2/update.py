@@ -24,13 +24,11 @@ def _update(
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, HAS_D: tl.constexpr,
 ):  # fmt: skip
-    tiles: tl.constexpr = (WIDTH + BLOCK_P - 1) // BLOCK_P
-    first = (tl.program_id(0) % tiles) * BLOCK_P
-    row_head = (tl.program_id(0) // tiles).to(tl.int64)
-    head = ((tl.program_id(0) // tiles) % HEADS).to(tl.int32)
-    row, group = row_head // HEADS, head // GROUP
+    first, head, row = tl.program_id(0) * BLOCK_P, tl.program_id(1), tl.program_id(2).to(tl.int64)
+    row_head, group = row * HEADS + head, head // GROUP
     p, n = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
-    p_ok, n_ok = first + p < WIDTH, n < STATES
+    # without masks where blocks fit
+    p_ok, n_ok = (first + p < WIDTH) | (WIDTH % BLOCK_P == 0), (n < STATES) | (STATES == BLOCK_N)
     block = state + (row_head * WIDTH + first) * STATES + (p[:, None] * STATES + n[None, :])
     block_ok = p_ok[:, None] & n_ok[None, :]
     s = tl.load(block, mask=block_ok, other=0.0).to(tl.float32)
@@ -60,7 +58,7 @@ def _launch(
     groups, states = B.shape[2:]
     y = torch.empty(rows, 1, heads, width, dtype=x.dtype, device=x.device)
     block = min(BLOCK, power_of_two(width))
-    _update[(rows * heads * triton.cdiv(width, block),)](
+    _update[(triton.cdiv(width, block), heads, rows)](  # one dimension each: a long division costs as much as the rest
         state, x, dt, B, C, A, D, y,
         *(x.stride(i) for i in (0, 2, 3)), *(dt.stride(i) for i in (0, 2)),
         *(B.stride(i) for i in (0, 2, 3)), *(C.stride(i) for i in (0, 2, 3)),
