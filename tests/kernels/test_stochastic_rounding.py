@@ -37,6 +37,15 @@ def test_known_answers_of_philox(
     assert tuple(int(word) for word in philox((c0, c1, c2, c3), key, rounds)) == expected
 
 
+def test_words_of_a_state_are_those_of_seven_rounds() -> None:
+    """Element, row and head, and the two halves of the position are the counter; the first of four words is taken."""
+    words = state_bits(torch.tensor([0, 2**33 + 5]), heads=3, channels=2, states=4, key=2**40 + 1)
+    assert words.shape == (2, 3, 2, 4)
+    assert state_bits(torch.tensor([0]), 1, 1, 1, key=0).item() == 0x5F6FB709
+    counter = [torch.tensor(number) for number in (4 * 1 + 2, 3 * 1 + 2, 5, 2)]
+    assert words[1, 2, 1, 2] == philox((counter[0], counter[1], counter[2], counter[3]), 2**40 + 1, rounds=7)[0]
+
+
 def neighbours(name: str, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The two numbers of a stochastic format around each value, in float64."""
     wide = values.double()
