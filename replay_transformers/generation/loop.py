@@ -2,9 +2,13 @@
 
 Every round is one forward of the target over each row's last token and its draft. What is rejected is forgotten by
 moving the row's pointer in the cache. A finished row takes part with padding, all of which is forgotten.
+
+On a GPU, where nothing that the host decides depends on a round's outcome, the host hears of it while the next round is
+under way already, and the GPU never waits for the host. The price is one round in vain after the last one.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -16,10 +20,12 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria, Stoppin
 from replay_transformers.generation.acceptance import Accepted, Draft, accept_by_probability, accept_equal
 from replay_transformers.generation.draft_length import DraftLength
 from replay_transformers.generation.drafters.base import Drafter, RowModel, no_draft
-from replay_transformers.generation.processing import process, stops
-from replay_transformers.generation.rows import Rows
+from replay_transformers.generation.processing import end_on_the_device, needs_ids, process, stops
+from replay_transformers.generation.rows import Answer, Rows
 
 __all__ = ["Kept", "Loop", "Target"]
+
+AHEAD_ON = "cuda"  # the device that rounds are sent to before the last one's outcome is known
 
 
 class Target(RowModel, Protocol):
@@ -88,6 +94,7 @@ class Loop:
     put: Callable[[torch.Tensor], None] | None = None
     shown: int = 0
     clock: Callable[[], float] = time.perf_counter
+    _heard: float = field(default=0.0, init=False)  # when the last round's outcome was
 
     def run(self, rows: Rows) -> None:
         """Generate until every row is finished; the rows are **mutated**."""
@@ -118,19 +125,46 @@ class Loop:
         return self.target.states if self.drafter.reads_states else None
 
     def _rounds(self, rows: Rows) -> None:
+        rows.limit, self._heard = self.max_length, self.clock()
+        goes_ahead, known = self.goes_ahead(rows), set[int]()
+        sent: deque[tuple[int, Answer]] = deque()
         while any(rows.host_active):
-            started, before = self.clock(), sum(rows.host_active)
             draft = self._draft(rows)
-            drafted, active = draft.tokens.shape[1], rows.active
-            logits = self.target.forward(torch.cat([rows.last(), draft.tokens], dim=1))
-            accepted, added = self._take(rows, draft, logits)
-            facts = (draft.counts > 0, accepted.drafts, accepted.drafts < draft.counts)
-            proposing, drafts, rejected = rows.read(*(active * fact.to(torch.int64) for fact in facts))
-            self.target.reject(drafted + 1 - added, rows.longest - 1)
-            self.drafter.verified(rows, drafted, added, self.target.states if self.drafter.reads_states else None)
-            self._show(rows)
-            seconds = self.clock() - started
-            self.length.observe(drafted, before, sum(proposing), sum(drafts), sum(rejected), seconds)
+            drafted = draft.tokens.shape[1]
+            if sent and drafted not in known:  # it may compile, which is not to count as the time of the round before
+                self._learn(rows, *sent.popleft())
+            known.add(drafted)
+            sent.append((drafted, self._round(rows, draft, goes_ahead)))
+            while len(sent) > goes_ahead:
+                self._learn(rows, *sent.popleft())
+        for round_sent in sent:
+            self._learn(rows, *round_sent)
+
+    def goes_ahead(self, rows: Rows) -> bool:
+        """Whether a round can begin before the host knows how the last one ended."""
+        is_sent = self.target.is_fixed and rows.ids.device.type == AHEAD_ON
+        is_kept = self.put is not None or self.scores is not None or self.logits is not None
+        return is_sent and not is_kept and not needs_ids(self.processors) and end_on_the_device(self.criteria)
+
+    def _round(self, rows: Rows, draft: Draft, goes_ahead: bool) -> Answer:
+        """One round; what the host is to hear of it, waited for unless the next one may go ahead."""
+        drafted, active = draft.tokens.shape[1], rows.active
+        logits = self.target.forward(torch.cat([rows.last(), draft.tokens], dim=1))
+        accepted, added = self._take(rows, draft, logits)
+        facts = (active, draft.counts > 0, accepted.drafts, accepted.drafts < draft.counts)
+        answer = rows.ask(*(active * fact.to(torch.int64) for fact in facts))
+        if not goes_ahead:
+            rows.hear(answer)
+        self.target.reject(drafted + 1 - added, rows.longest - 1)
+        self.drafter.verified(rows, drafted, added, self.target.states if self.drafter.reads_states else None)
+        return answer
+
+    def _learn(self, rows: Rows, drafted: int, answer: Answer) -> None:
+        """From what came of a round."""
+        active, proposing, drafts, rejected = map(sum, rows.hear(answer))
+        self._show(rows)
+        started, self._heard = self._heard, self.clock()
+        self.length.observe(drafted, active, proposing, drafts, rejected, self._heard - started)
 
     def _draft(self, rows: Rows) -> Draft:
         """What is proposed in this round, no more than fits behind the rows."""

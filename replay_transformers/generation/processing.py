@@ -18,7 +18,7 @@ from transformers.generation import stopping_criteria as criteria
 
 from replay_transformers.generation.rows import Rows
 
-__all__ = ["check_processors", "needs_ids", "process", "stops"]
+__all__ = ["check_processors", "end_on_the_device", "needs_ids", "process", "stops"]
 
 
 def _known(*names: str) -> tuple[type, ...]:
@@ -138,6 +138,11 @@ def _narrowed(listed: processors.LogitsProcessorList, members: Sequence[int]) ->
             processor._prefix_allowed_tokens_fn = _of_members(processor._prefix_allowed_tokens_fn, members)
         narrowed.append(processor)
     return narrowed
+
+
+def end_on_the_device(listed: criteria.StoppingCriteriaList) -> bool:
+    """Whether `stops` finds out where rows end without waiting for a GPU."""
+    return all(type(criterion) in (criteria.EosTokenCriteria, criteria.MaxLengthCriteria) for criterion in listed)
 
 
 def stops(

@@ -1,10 +1,45 @@
 """The sequences of a batch whose rows grow by different numbers of tokens."""
 
+from typing import Any
+
 import torch
 
-__all__ = ["Rows"]
+__all__ = ["Answer", "Rows"]
 
 GROWTH = 256  # columns that are added at a time
+
+
+class Answer:
+    """Numbers on their way to the host.
+
+    Args:
+        values: int64 ``[n, B]``.
+        grown: tokens by which rows may have grown since what was asked before it.
+    """
+
+    def __init__(self, values: torch.Tensor, grown: int) -> None:
+        self.grown = grown
+        self._arrived: Any = None
+        self._values = values
+        self._heard: list[list[int]] | None = None
+        if values.is_cuda:
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(values.device))
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether the values have been waited for."""
+        return self._heard is not None
+
+    def get(self) -> list[list[int]]:
+        """The values, waited for."""
+        if self._heard is None:
+            if self._arrived is not None:
+                self._arrived.synchronize()
+            self._heard = self._values.tolist()
+        return self._heard
 
 
 class Rows:
@@ -20,7 +55,9 @@ class Rows:
         lengths: int64 ``[B]``, tokens of each row, padding included.
         padding: int64 ``[B]``, padding tokens on the left of each row.
         active: bool ``[B]``, the rows that are not finished.
-        host_lengths, host_active: the same as lists, as of the last `read`.
+        host_lengths, host_active: the same as lists, as of the last answer that was heard.
+        unheard: tokens by which rows may have grown since then.
+        limit: tokens that no row exceeds, if there is such a number.
     """
 
     def __init__(self, ids: torch.Tensor, mask: torch.Tensor | None, pad: int) -> None:
@@ -34,6 +71,8 @@ class Rows:
         self.active = torch.ones(batch, dtype=torch.bool, device=ids.device)
         self.host_lengths = [self.prompt] * batch
         self.host_active = [True] * batch
+        self.unheard = self._unasked = 0
+        self.limit: int | None = None
 
     @property
     def batch(self) -> int:
@@ -47,8 +86,9 @@ class Rows:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest row, as of the last `read`."""
-        return max(self.host_lengths)
+        """Tokens of the longest row; more, where rows have grown and the host has not heard how much."""
+        most = max(self.host_lengths) + self.unheard
+        return most if self.limit is None or not self.unheard else min(most, max(self.limit, max(self.host_lengths)))
 
     def reserve(self, tokens: int) -> None:
         """Make room for so many tokens behind the longest row."""
@@ -67,6 +107,7 @@ class Rows:
         """Add the first ``counts`` (int64 ``[B]``) of the tokens ``[B, T]`` to each row, in place."""
         self.ids = self._with(tokens, counts)
         self.lengths += counts
+        self.unheard, self._unasked = self.unheard + tokens.shape[1], self._unasked + tokens.shape[1]
 
     def followed_by(self, tokens: torch.Tensor) -> torch.Tensor:
         """A copy of `ids` in which every row goes on with all its tokens ``[B, T]``."""
@@ -79,11 +120,25 @@ class Rows:
         kept = torch.where(order < counts[:, None], tokens, self.ids.gather(1, places))
         return self.ids.scatter(1, places, kept)
 
-    def read(self, *more: torch.Tensor) -> list[list[int]]:
-        """Bring lengths and activity to the host, with more int64 ``[B]`` tensors, in one transfer."""
-        values = torch.stack([self.lengths, self.active.to(torch.int64), *more]).tolist()
-        self.host_lengths, self.host_active = values[0], [bool(value) for value in values[1]]
+    def ask(self, *more: torch.Tensor) -> Answer:
+        """Send lengths and activity to the host, with more int64 ``[B]`` tensors, in one transfer."""
+        grown, self._unasked = self._unasked, 0
+        return Answer(torch.stack([self.lengths, self.active.to(torch.int64), *more]), grown)
+
+    def hear(self, answer: Answer) -> list[list[int]]:
+        """Take note of what was asked for: what came with lengths and activity. Answers are heard in their order.
+
+        One that was heard already says the same again and changes nothing.
+        """
+        is_new, values = not answer.is_heard, answer.get()
+        if is_new:
+            self.host_lengths, self.host_active = values[0], [bool(value) for value in values[1]]
+            self.unheard -= answer.grown
         return values[2:]
+
+    def read(self, *more: torch.Tensor) -> list[list[int]]:
+        """Ask and hear at once."""
+        return self.hear(self.ask(*more))
 
     def finished(self) -> torch.Tensor:
         """The sequences ``[B, longest]``, shorter ones padded on the right."""

@@ -149,12 +149,12 @@ def _measure_loop(model: Any, cell: Cell, settings: Settings, expected: torch.Te
     added, drafts = cell.accepted + 1, cell.tokens - 1
     rounds = max(settings.warm, -(-settings.checked // added)) + -(-settings.new_tokens // added)
     last = settings.prompt + 1 + rounds * added
-    ids = known_ids(model, cell.batch, last + drafts, settings.prompt)
+    ids = known_ids(model, cell.batch, last + 2 * cell.tokens, settings.prompt)  # and a round in vain
     text = KnownText(ids, settings.prompt, cell.accepted, model.config.vocab_size)
     rows, forwards = Rows(ids[:, : settings.prompt], None, 0), [0]
     target = _target(model, cell, settings, last, forwards)
     timed = -(-settings.new_tokens // added)
-    recorder = RoundRecorder(model.device, warm=2 * (rounds - timed))
+    recorder = RoundRecorder(model.device, warm=1 + rounds - timed)
     loop = KnownLoop(
         target,
         KnownDrafter(text, drafts),
@@ -170,18 +170,19 @@ def _measure_loop(model: Any, cell: Cell, settings: Settings, expected: torch.Te
     )
     with model._optimize_model_for_decode():
         loop.run(rows)
-    times = recorder.rounds()
+    in_vain = int(loop.goes_ahead(rows))
+    times = recorder.rounds()[:rounds]
     held = sum(target.cache.memory_footprint().values())
     copies = target.snapshot_bytes if isinstance(target, SnapshotRows) else 0
     record = _times(times[-timed:], cell, model.device) | {
         "warm_up_s": round(sum(times[:-timed]) / 1e3, 3),
-        "forwards_per_round": forwards[0] / rounds,
+        "forwards_per_round": forwards[0] / (rounds + in_vain),
         "cache_gib": round(held / 2**30, 4),
         "snapshot_gib": round(copies / 2**30, 4),
         "logit_error": round(logit_error(torch.cat(loop.kept)[: settings.checked], expected), 4),
     }
     each = 2 if isinstance(target, SnapshotRows) and target.kept < cell.tokens else 1
-    if len(times) != rounds or forwards[0] != each * rounds:
+    if len(times) != rounds or forwards[0] != each * (rounds + in_vain):
         record["status"] = f"wrong: {len(times)} rounds with {forwards[0]} forwards, expected {rounds} of {each}"
     elif not torch.equal(rows.finished(), ids[:, :last]):
         record["status"] = "wrong: other tokens than the known ones"

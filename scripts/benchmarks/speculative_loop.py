@@ -28,10 +28,14 @@ class KnownText:
         prompt: tokens of the prompts.
         accepted: drafts that are right in each round, the first ones.
         vocabulary: tokens there are.
+
+    Attributes:
+        place: tokens of every row before the round that is next; the host knows, since all rows accept alike.
     """
 
     def __init__(self, ids: torch.Tensor, prompt: int, accepted: int, vocabulary: int) -> None:
         self.ids, self.prompt, self.accepted = ids, prompt, accepted
+        self.place = prompt
         self.drafts = ids.clone()
         wrong = self.drafts[:, prompt + 1 + accepted :: accepted + 1]
         wrong.copy_((wrong + 1) % vocabulary)
@@ -51,7 +55,7 @@ class KnownDrafter:
 
     def draft(self, rows: Rows, length: int) -> Draft:
         """The next ``length`` tokens, with the wrong ones among them."""
-        begin = rows.longest
+        begin = self.text.place
         return Draft(self.text.drafts[:, begin : begin + length], self.counts)
 
     def verified(self, rows: Rows, drafted: int, added: torch.Tensor, states: torch.Tensor | None) -> None:
@@ -76,16 +80,16 @@ class KnownLoop(Loop):
     def choose(self, rows: Rows, draft: Draft, scores: torch.Tensor) -> Accepted:
         """The known tokens; drafts are compared with them."""
         scores.argmax(-1)
-        begin = rows.longest
+        begin, added = self.text.place, min(self.text.accepted + 1, scores.shape[1])
         accepted = accept_equal(draft, self.text.ids[:, begin : begin + scores.shape[1]])
+        self.text.place += added
         if begin < self.kept_until:
-            added = min(self.text.accepted + 1, scores.shape[1])
             self.kept.append(scores[self.kept_rows, :added].float().cpu().transpose(0, 1))
         return accepted
 
 
 class RoundRecorder(StepRecorder):
-    """Takes the time of rounds. As a loop's clock it is asked at the start and at the end of each.
+    """Takes the time of rounds. As a loop's clock it is asked as the first one begins and as each is over.
 
     Args:
         device: where the model is.
@@ -108,11 +112,10 @@ class RoundRecorder(StepRecorder):
         return float(len(self.marks))
 
     def rounds(self) -> list[float]:
-        """Milliseconds from the start of each round to the start of the next; to its end for the last one."""
+        """Milliseconds of each round; where rounds go ahead of the host the first one has the next one's as well."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        spans = [*self.milliseconds(), 0.0]
-        return [run + rest for run, rest in zip(spans[::2], spans[1::2], strict=True)]
+        return self.milliseconds()
 
 
 class SnapshotRows(ReplayRows):
