@@ -1,8 +1,8 @@
 """Time whole decode steps through `model.generate`, with random weights, on a GPU.
 
 Stock transformers with a dynamic and with a static cache, against replay caches. Logits are compared with the dynamic
-cache's, on the same tokens, before a cell is timed. Results go to a JSON file after every cell; cells that are already
-in it are skipped.
+cache's, on the same tokens, before a cell is timed. With --largest-batch: the largest batch that fits the GPU. Results
+go to a JSON file after every cell and every batch that was tried; what is already in it is skipped.
 """
 
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from benchmarks.generate_cells import (
+    CONFIGURATIONS,
     SHAPES,
     Cell,
     Expected,
@@ -19,8 +20,11 @@ from benchmarks.generate_cells import (
     clean_up,
     expected_output,
     is_out_of_memory,
+    matching,
     measure_cell,
 )
+from benchmarks.largest_batch import UNFINISHED, LargestBatch, search
+from benchmarks.precision_grid import Setting
 from benchmarks.presets import Preset, chosen_presets
 from benchmarks.results import Budget, Results, default_path, environment
 from benchmarks.stock import functions_called, provide_mamba_ssm, require_fast
@@ -28,6 +32,8 @@ from benchmarks.tables import generate_table
 from benchmarks.weights import assert_usable, build_model
 from rich.console import Console
 from rich.markup import escape
+
+SEARCHED = (256, 64)  # where the search for the largest batch begins, and its prompts
 
 console = Console(width=160)
 
@@ -50,6 +56,15 @@ def main(
     ] = None,
     allow_slow_stock: Annotated[bool, typer.Option(help="Do not insist on stock's fast kernels.")] = False,
     checkpoint: Annotated[str, typer.Option(help="Precision of the replay caches' state.")] = "float32",
+    readout: Annotated[str | None, typer.Option(help="Precision of a separate copy that steps read.")] = None,
+    decay_skip: Annotated[float, typer.Option(help="Heads that scale their state by less do not read it.")] = 0.0,
+    largest_batch: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Configuration whose largest batch is looked for, instead of the cells above; begins at the batch of "
+            "--shape (256x64)."
+        ),
+    ] = None,
     short: Annotated[int, typer.Option(help="New tokens of the shorter timed call.", min=2)] = Settings.short,
     long: Annotated[int, typer.Option(help="New tokens of the longer one.", min=4)] = Settings.long,
     tolerance: Annotated[float, typer.Option(help="Largest error of logits.")] = Settings.tolerance,
@@ -58,8 +73,14 @@ def main(
     dtype: Annotated[str, typer.Option(help="Of weights and activations.")] = "bfloat16",
 ) -> None:
     """Check and time every cell that is missing."""
-    shapes = [parse_shape(text) for text in shape] if shape else list(SHAPES)
-    planned = all_cells(chosen_presets(preset), shapes, only, checkpoint)
+    presets, precision = chosen_presets(preset), Setting(checkpoint, readout, decay_skip=decay_skip)
+    precision.config("auto")
+    shapes = [parse_shape(text) for text in shape or ()]
+    planned: list[Cell] = list(
+        largest_cells(presets, largest_batch, shapes or [SEARCHED], only, precision)
+        if largest_batch
+        else all_cells(presets, shapes or list(SHAPES), only, precision)
+    )
     results, budget = Results(output or default_path("generate"), redo=redo), Budget(minutes)
     if cells:
         for cell in planned:
@@ -75,8 +96,8 @@ def main(
         profiled=profile,
     )
     run = Run(settings, results, budget, environment(), allow_slow_stock)
-    for chosen in dict.fromkeys(cell.preset for cell in planned if results.needs(cell.key)):
-        missing = [cell for cell in planned if cell.preset == chosen and results.needs(cell.key)]
+    for chosen in dict.fromkeys(cell.preset for cell in planned if is_missing(results, cell)):
+        missing = [cell for cell in planned if cell.preset == chosen and is_missing(results, cell)]
         model, layers = build(chosen, device, int(weights_gib * 2**30), getattr(torch, dtype))
         if not run.measure_preset(model, chosen, layers, missing):
             break
@@ -86,6 +107,33 @@ def main(
     console.print(f"written to {results.path}")
     if run.failed:
         raise typer.Exit(1)
+
+
+def largest_cells(
+    presets: list[Preset],
+    configurations: list[str],
+    shapes: list[tuple[int, int]],
+    only: list[str] | None,
+    precision: Setting,
+) -> list[LargestBatch]:
+    """The searches; raises ValueError for a configuration that does not exist."""
+    unknown = set(configurations) - set(CONFIGURATIONS)
+    if unknown:
+        raise ValueError(
+            f"--largest-batch got {', '.join(sorted(unknown))}, expected any of {', '.join(CONFIGURATIONS)}"
+        )
+    cells = [
+        LargestBatch(preset, configuration, batch, prompt, precision)
+        for preset in presets
+        for batch, prompt in shapes
+        for configuration in configurations
+    ]
+    return matching(cells, only)
+
+
+def is_missing(results: Results, cell: Cell) -> bool:
+    """Whether a cell is still to be measured, or a search to be gone on with."""
+    return results.needs(cell.key) or results.cells[cell.key]["status"] == UNFINISHED
 
 
 def parse_shape(text: str) -> tuple[int, int]:
@@ -131,11 +179,37 @@ class Run:
             if not self.budget.has_room():
                 console.print(f"stopped before {cell.key}: the time is up; run again to continue")
                 return False
+            if isinstance(cell, LargestBatch):
+                self.search(model, cell, facts)
+                continue
             place = cell.batch, cell.prompt
             if place not in expected:
                 expected = {place: self.expect(model, cell)}
             self.measure(model, cell, expected[place], facts)
         return True
+
+    def search(self, model: Any, cell: LargestBatch, facts: dict[str, Any]) -> None:
+        """Look for the largest batch; every try is stored, so that a later run goes on from there."""
+        earlier = None if self.results.needs(cell.key) else self.results.cells[cell.key]
+
+        def save(record: dict[str, Any]) -> None:
+            if record["status"].startswith("wrong"):
+                self.failed.append(cell.key)
+            self.results.put(cell.key, {**record, **facts}, self.where)
+            latest = next(reversed(record["tried"]))
+            fits = "fits" if record["tried"][latest] else "does not fit"
+            console.print(f"{cell.key}: {record['status']}, batch {latest} {fits}, largest so far {record['batch']}")
+
+        try:
+            search(model, cell, self.settings, earlier, save, self.budget.has_room)
+        except Exception as error:
+            self.report(model, cell, error)
+
+    def report(self, model: Any, cell: Cell, error: Exception) -> None:
+        """Say what raised; a later run tries again."""
+        console.print(f"[red]{escape(cell.key)}: {type(error).__name__}[/red] {escape(str(error)[:1000])}")
+        self.failed.append(cell.key)
+        clean_up(model)
 
     def expect(self, model: Any, cell: Cell) -> Expected | None:
         """The dynamic cache's output, or None where it does not fit; the other cells are then not checked."""
@@ -153,9 +227,7 @@ class Run:
         try:
             record = measure_cell(model, cell, self.settings, expected)
         except Exception as error:
-            console.print(f"[red]{escape(cell.key)}: {type(error).__name__}[/red] {escape(str(error)[:1000])}")
-            self.failed.append(cell.key)
-            clean_up(model)
+            self.report(model, cell, error)
             return
         if record["status"].startswith("wrong"):
             self.failed.append(cell.key)

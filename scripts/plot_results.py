@@ -5,7 +5,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from benchmarks.plots import plot_bandwidth, plot_generate, plot_precision, plot_speculative, plot_speed_up
+from benchmarks.plots import (
+    plot_bandwidth,
+    plot_generate,
+    plot_precision,
+    plot_precision_steps,
+    plot_speculative,
+    plot_speed_up,
+)
 from benchmarks.precision_tables import (
     HEADS_SUMMARY,
     SYNTHETIC_COLUMNS,
@@ -19,7 +26,19 @@ from benchmarks.precision_tables import (
 from benchmarks.precision_tables import synthetic as layers
 from benchmarks.results import RESULTS, ROOT
 from benchmarks.speculative_tables import REAL_COLUMNS, SUMMARY_COLUMNS, real, real_rows, speculative_summary, synthetic
-from benchmarks.summary import GENERATE_SUMMARY, KERNEL_SUMMARY, generate_summary, kernel_summary
+from benchmarks.summary import (
+    KERNEL_SUMMARY,
+    LARGEST_SUMMARY,
+    PRECISION_SUMMARY,
+    fixed,
+    generate_columns,
+    generate_summary,
+    kernel_summary,
+    largest,
+    largest_summary,
+    precisions,
+)
+from benchmarks.summary import precision_summary as step_precision_summary
 from benchmarks.tables import as_markdown
 
 
@@ -47,7 +66,11 @@ def main(
                 plot_speed_up(cells, output / f"kernels-speed-up.{suffix}", where),
                 plot_bandwidth(cells, output / f"kernels-bandwidth.{suffix}", where),
             )
-            print(f"\n{as_markdown(KERNEL_SUMMARY, kernel_summary(cells))}\n\n{where}\n")
+            print(f"\n{as_markdown(KERNEL_SUMMARY, kernel_summary(cells))}")
+            if set(precisions(cells)) - {"float32", "bfloat16"}:
+                report(plot_precision_steps(cells, output / f"kernels-precision.{suffix}", where))
+                print(f"\n{as_markdown(PRECISION_SUMMARY, step_precision_summary(cells))}")
+            print(f"\n{where}\n")
         elif benchmark == "speculative":
             known = {key: cell for key, cell in synthetic(cells).items() if cell["status"] == "measured"}
             if known:
@@ -66,8 +89,13 @@ def main(
                 print(f"\n{as_markdown(SYNTHETIC_COLUMNS, synthetic_rows(layers(cells)))}")
             print(f"\n{where}\n")
         else:
-            report(plot_generate(cells, output / f"generate-step.{suffix}", where))
-            print(f"\n{as_markdown(GENERATE_SUMMARY, generate_summary(cells))}\n\n{where}\n")
+            known = fixed(cells)
+            if known:
+                report(plot_generate(known, output / f"generate-step.{suffix}", where))
+                print(f"\n{as_markdown(generate_columns(known), generate_summary(known))}")
+            if largest(cells):
+                print(f"\n{as_markdown(LARGEST_SUMMARY, largest_summary(largest(cells)))}")
+            print(f"\n{where}\n")
 
 
 def newest(benchmark: str) -> Path | None:
@@ -78,7 +106,12 @@ def newest(benchmark: str) -> Path | None:
 
 def caption(data: dict[str, Any]) -> str:
     """GPU, versions and commits of all cells."""
-    used = [data["environments"][index] for index in sorted({cell["environment"] for cell in data["cells"].values()})]
+    places = {
+        part["environment"]
+        for cell in data["cells"].values()
+        for part in (cell, *(step for step in cell.get("replay", {}).values() if "environment" in step))
+    }
+    used = [data["environments"][index] for index in sorted(places)]
     parts = []
     for name in ("gpu", "torch", "triton", "transformers", "commit", "date"):
         values = ", ".join(dict.fromkeys(str(where[name]) for where in used))

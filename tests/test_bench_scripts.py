@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from typer import Typer
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 pytest.importorskip("triton")
 
@@ -23,6 +22,7 @@ from scripts.benchmarks.checks import WrongResultError, check_eager, check_repla
 from scripts.benchmarks.eager import EAGER, Tile, tiles
 from scripts.benchmarks.generate_cells import Settings, logit_error
 from scripts.benchmarks.generate_steps import StepRecorder, run_generate
+from scripts.benchmarks.precision_grid import Setting, parse_precisions
 from scripts.benchmarks.presets import STATE_SPACE, layers_that_fit, load_presets, parameter_count
 from scripts.benchmarks.profiles import step_profile
 from scripts.benchmarks.results import Budget, Results
@@ -33,8 +33,8 @@ from scripts.benchmarks.timing import Timing, measure, quantile
 from scripts.benchmarks.weights import assert_usable, build_model
 from tests.kernels import oracles
 from tests.support.generation import CACHE_ARGUMENT
+from tests.support.scripts import runner
 
-SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 PRESETS = load_presets()
 RELEASED = [name for name, preset in PRESETS.items() if not preset.is_tiny]
 TINY = [name for name, preset in PRESETS.items() if preset.is_tiny]
@@ -47,18 +47,7 @@ GEOMETRIES = {
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-
-    def run(script: str, *arguments: str) -> Result:
-        module = __import__(script)
-        app = Typer()
-        app.command()(module.main)
-        result = CliRunner().invoke(app, list(arguments))
-        if result.exception is not None and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        return result
-
-    return run
+    return runner(monkeypatch)
 
 
 @pytest.mark.slow
@@ -138,7 +127,7 @@ def test_a_wrong_eager_kernel_is_refused(kind: str) -> None:
 def test_a_wrong_replay_step_is_refused() -> None:
     geometry = GEOMETRIES["mamba2"]
     layer = operators.replay_layer(
-        geometry, 5, 2, capacity=26, dtype=torch.float32, state_dtype=torch.float32, device=CPU
+        geometry, 5, 2, capacity=26, dtype=torch.float32, precision=Setting("float32"), device=CPU
     )
     rings = {name: ring.clone() for name, ring in layer.buffers.items() if name != "state"}
     committed = torch.tensor([16, 3, 16, 0, 9])
@@ -172,7 +161,7 @@ def test_steps_that_fold_pass_the_check(kind: str) -> None:
     geometry, rows, window = replace(GEOMETRIES[kind], heads=2, groups=1), 3, 2
     full = torch.full((rows,), window)
     layer = operators.replay_layer(
-        geometry, rows, 1, capacity=5, dtype=torch.bfloat16, state_dtype=torch.float32, device=CPU
+        geometry, rows, 1, capacity=5, dtype=torch.bfloat16, precision=Setting("float32"), device=CPU
     )
     before = {name: tensor.clone() for name, tensor in layer.buffers.items()}
     places = [operators.cursor(full, full), operators.spread_cursors(rows, window, CPU)[0]]
@@ -194,7 +183,7 @@ def test_steps_that_fold_pass_the_check(kind: str) -> None:
 def test_a_wrong_update_is_refused(kind: str) -> None:
     update = import_module(f"replay_transformers.kernels.{kind}.update").update
     layer = operators.replay_layer(
-        GEOMETRIES[kind], 3, 1, capacity=4, dtype=torch.bfloat16, state_dtype=torch.float32, device=CPU
+        GEOMETRIES[kind], 3, 1, capacity=4, dtype=torch.bfloat16, precision=Setting("float32"), device=CPU
     )
     check_update(kind, update, layer)
     with pytest.raises(WrongResultError, match="update: output"):
@@ -331,15 +320,17 @@ def test_kernels_from_end_to_end_and_plotted(call: Callable[..., Result], tmp_pa
 @pytest.mark.parametrize("kind", GEOMETRIES)
 def test_small_states_are_written_through(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     geometry = replace(GEOMETRIES[kind], heads=2, groups=1)
-    settings = kernel_cells.Settings("triton", 2, (1, 2), ("float32", "bfloat16"), ceiling=1e12, device=CPU)
+    names = ["float32", "bfloat16", "fp8", "float32/fp8", "float32/s0.5"]
+    precisions = tuple(parse_precisions(names, "triton"))
+    settings = kernel_cells.Settings("triton", 2, (1, 2), precisions, ceiling=1e12, device=CPU)
     state = geometry.heads * geometry.head_dim * geometry.state_dim
     checked: list[str] = []
     for name in ("check_eager", "check_replay", "check_update"):
         monkeypatch.setattr(kernel_cells, name, lambda *_, name=name: checked.append(name))
     monkeypatch.setattr(kernel_cells, "measure", lambda calls, *_: Timing(1, 1, 1))
     monkeypatch.setattr(kernel_cells, "WRITE_THROUGH_BYTES", 2 * state)
-    record = kernel_cells.measure_cell(geometry, 1, settings)
-    assert [name for name, step in record["replay"].items() if "update" in step] == ["t1/bfloat16"]
+    steps = {name: kernel_cells.measure_step(geometry, 1, *step, settings) for name, step in settings.steps.items()}
+    assert [name for name, step in steps.items() if "update" in step] == ["t1/bfloat16"]
     assert checked.count("check_update") == 1
 
 
@@ -381,7 +372,7 @@ def test_plots_and_tables_from_synthetic_results(call: Callable[..., Result], tm
     assert (tmp_path / "generate-step.png").stat().st_size > 1000
 
 
-@pytest.mark.parametrize("script", ["bench_kernels", "bench_generate", "plot_results"])
+@pytest.mark.parametrize("script", ["bench_kernels", "bench_generate", "plot_results", "memory_table"])
 def test_help(call: Callable[..., Result], script: str) -> None:
     result = call(script, "--help")
     assert result.exit_code == 0

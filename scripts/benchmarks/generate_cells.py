@@ -5,7 +5,7 @@ import fnmatch
 import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import CompileConfig
@@ -13,10 +13,11 @@ from transformers import CompileConfig
 import replay_transformers as rt
 
 from .generate_steps import StepRecorder, run_generate
+from .precision_grid import Setting
 from .presets import Preset
 from .profiles import NAME_LENGTH, kernel_times, step_profile
 from .stock import require_kernel
-from .timing import quantile
+from .timing import gib_at_peak, quantile
 
 # name -> arguments of `generate`. On a GPU transformers compiles the fixed ones by itself, with CUDA graphs.
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -40,6 +41,9 @@ PROFILED_TOKENS = (5, 21)  # new tokens of two calls, whose difference is a whol
 MODEL_STATE = ("_compiled_call", "_last_compile_config", "_previous_max_cache_length")  # what `generate` leaves behind
 
 
+FLOAT32 = Setting("float32")
+
+
 @dataclass(frozen=True)
 class Cell:
     """What is measured."""
@@ -48,7 +52,7 @@ class Cell:
     configuration: str
     batch: int
     prompt: int
-    checkpoint: str = "float32"
+    precision: Setting = FLOAT32
 
     @property
     def key(self) -> str:
@@ -58,8 +62,17 @@ class Cell:
     @property
     def label(self) -> str:
         """The configuration, with the precision of a replay cache's state where that is not float32."""
-        is_default = self.configuration in STOCK or self.checkpoint == "float32"
-        return self.configuration if is_default else f"{self.configuration}@{self.checkpoint}"
+        is_default = self.configuration in STOCK or self.precision == FLOAT32
+        return self.configuration if is_default else f"{self.configuration}@{self.precision.label}"
+
+    @property
+    def cache_settings(self) -> dict[str, Any]:
+        """Of the replay cache's state."""
+        one = self.precision
+        return {"checkpoint": one.checkpoint, "readout": one.readout, "decay_skip": one.decay_skip}
+
+
+AnyCell = TypeVar("AnyCell", bound=Cell)
 
 
 @dataclass(frozen=True)
@@ -93,15 +106,20 @@ class Expected:
 
 
 def all_cells(
-    presets: list[Preset], shapes: list[tuple[int, int]], only: list[str] | None, checkpoint: str = "float32"
+    presets: list[Preset], shapes: list[tuple[int, int]], only: list[str] | None, precision: Setting = FLOAT32
 ) -> list[Cell]:
     """Every combination that a pattern of ``only`` matches, all configurations of a shape next to each other."""
     cells = [
-        Cell(preset, configuration, batch, prompt, checkpoint)
+        Cell(preset, configuration, batch, prompt, precision)
         for preset in presets
         for batch, prompt in shapes
         for configuration in CONFIGURATIONS
     ]
+    return matching(cells, only)
+
+
+def matching(cells: list[AnyCell], only: list[str] | None) -> list[AnyCell]:
+    """The cells whose key a pattern of ``only`` matches; all without patterns."""
     return [cell for cell in cells if not only or any(fnmatch.fnmatch(cell.key, f"*{pattern}*") for pattern in only)]
 
 
@@ -135,8 +153,10 @@ def measure_cell(model: Any, cell: Cell, settings: Settings, expected: Expected 
         "prompt": cell.prompt,
         "status": "measured",
     }
+    if cell.configuration not in STOCK:
+        record |= cell.cache_settings
     try:
-        with _patches(cell):
+        with patches(cell):
             record |= _measure(model, cell, settings, expected)
     except Exception as error:
         if not is_out_of_memory(error):
@@ -162,22 +182,24 @@ def clean_up(model: Any) -> None:
 
 
 @contextlib.contextmanager
-def _patches(cell: Cell) -> Iterator[None]:
+def patches(cell: Cell) -> Iterator[None]:
+    """Patches that are on within the block, unless the cell is stock's."""
     with contextlib.nullcontext() if cell.configuration in STOCK else rt.enable():
         yield
 
 
-def _arguments(cell: Cell, settings: Settings) -> dict[str, Any]:
+def generate_arguments(cell: Cell, settings: Settings) -> dict[str, Any]:
+    """Of `generate`, for every call of a cell."""
     arguments = dict(CONFIGURATIONS[cell.configuration])
     if cell.configuration in FIXED_SHAPES:
         arguments["max_cache_len"] = cell.prompt + settings.long
     if cell.configuration not in STOCK:
-        arguments["cache_config"] = {"checkpoint": cell.checkpoint, **arguments.get("cache_config", {})}
+        arguments["cache_config"] = {**cell.cache_settings, **arguments.get("cache_config", {})}
     return arguments
 
 
 def _measure(model: Any, cell: Cell, settings: Settings, expected: Expected | None) -> dict[str, Any]:
-    ids, arguments = prompt_ids(model, cell.batch, cell.prompt), _arguments(cell, settings)
+    ids, arguments = prompt_ids(model, cell.batch, cell.prompt), generate_arguments(cell, settings)
     device = model.device
     checker = StepRecorder(device, checked_rows(cell.batch), None if expected is None else expected.tokens)
     first_call, _ = run_generate(model, ids, settings.checked, checker, **arguments)
@@ -199,15 +221,10 @@ def _measure(model: Any, cell: Cell, settings: Settings, expected: Expected | No
     short, _ = run_generate(model, ids, settings.short, StepRecorder(device), **arguments)
     recorder = StepRecorder(device)
     long, _ = run_generate(model, ids, settings.long, recorder, **arguments)
-    prefill, *steps = recorder.milliseconds()
-    timed = steps[len(steps) - (settings.long - settings.short) :][: settings.long - settings.short]
     times = {
-        "step_ms": sum(timed) / len(timed),
-        "step_p50_ms": quantile(timed, 0.5),
-        "step_p99_ms": quantile(timed, 0.99),
+        **step_times(recorder, settings),
         "step_by_difference_ms": 1e3 * (long - short) / (settings.long - settings.short),
-        "prefill_ms": prefill,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0,
+        "peak_gib": gib_at_peak(device),
     }
     record |= {name: round(value, 4) for name, value in times.items()}
     if settings.profiled:
@@ -215,6 +232,18 @@ def _measure(model: Any, cell: Cell, settings: Settings, expected: Expected | No
             lambda count: run_generate(model, ids, count, StepRecorder(device), **arguments), *PROFILED_TOKENS
         )
     return record
+
+
+def step_times(recorder: StepRecorder, settings: Settings) -> dict[str, float]:
+    """Milliseconds of the longer call: its prompt, and its last steps, as many as it has more than the shorter one."""
+    prefill, *steps = recorder.milliseconds()
+    timed = steps[len(steps) - (settings.long - settings.short) :]
+    return {
+        "step_ms": sum(timed) / len(timed),
+        "step_p50_ms": quantile(timed, 0.5),
+        "step_p99_ms": quantile(timed, 0.99),
+        "prefill_ms": prefill,
+    }
 
 
 def logit_error(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -1,33 +1,48 @@
 """Random tensors of one layer's decode step, for the eager baseline and for the replay step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from replay_transformers.config import ReplayConfig
 from replay_transformers.geometry import LayerGeometry
+from replay_transformers.kernels.decay import is_forgotten
+from replay_transformers.kernels.formats import FORMATS, Format, PlainFormat, StoredState
+from replay_transformers.kernels.formats.stored import State
+from replay_transformers.kernels.ring import gather_records, live_records, record_slots
 
 from .eager import Tensors
+from .precision_grid import Setting
 
-SHORTEST_STEP, LONGEST_STEP = 1e-3, 1e-1
+TIME_STEPS = (1e-3, 1e-1)  # the shortest and the longest
 FASTEST_RATE = 16.0
 STATE_SCALE = 0.3
 LARGEST_POSITION = 1_000_000
+SEED = 5 << 32 | 11  # of stochastic rounding
+FILLED_ROWS = 16  # at a time: encoding takes several tensors of the state's size
 OPERANDS = {"mamba2": ("x", "dt", "B", "C", "A", "D"), "gated_delta": ("q", "k", "v", "g", "beta")}
 PHASES = 16  # of the flush cycle over which layers rotate, so that even one row is measured in all of them
 
 
 @dataclass
 class ReplayLayer:
-    """One layer: operands by position, state and rings by name."""
+    """One layer: operands by position, the rest by name; ``states`` has the checkpoint and the copy if there is one."""
 
     operands: tuple[torch.Tensor, ...]
-    buffers: Tensors
+    rings: Tensors
+    states: dict[str, State]
+    settings: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def buffers(self) -> dict[str, Any]:
+        """What a step changes."""
+        return {**self.states, **self.rings}
 
 
-def _step_sizes(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+def _step_sizes(shape: tuple[int, ...], device: torch.device, time_steps: tuple[float, float]) -> torch.Tensor:
     """Log-uniform time steps in float32."""
-    low, high = (torch.tensor(step, device=device).log() for step in (SHORTEST_STEP, LONGEST_STEP))
+    low, high = (torch.tensor(step, device=device).log() for step in time_steps)
     return (low + (high - low) * torch.rand(shape, device=device)).exp()
 
 
@@ -47,13 +62,36 @@ def random_state(geometry: LayerGeometry, rows: int, dtype: torch.dtype, device:
     return torch.randn(state_shape(geometry, rows), device=device).mul_(STATE_SCALE).to(dtype)
 
 
+def random_stored(geometry: LayerGeometry, rows: int, name: str, device: torch.device) -> State:
+    """A state of normal values in a format."""
+    form = FORMATS[name]
+    if isinstance(form, PlainFormat):
+        return random_state(geometry, rows, form.dtype, device)
+    parts = {
+        part: torch.zeros(rows, geometry.heads, *shape, dtype=dtype, device=device)
+        for part, (shape, dtype) in form.parts(geometry.head_dim, geometry.state_dim).items()
+    }
+    state = StoredState(form, parts, geometry.state_dim, geometry.kind == "gated_delta", SEED)
+    for start in range(0, rows, FILLED_ROWS):
+        few = state.with_parts({part: tensor[start : start + FILLED_ROWS] for part, tensor in parts.items()})
+        count = min(FILLED_ROWS, rows - start)
+        values = random_state(geometry, count, torch.float32, device)
+        few.write(values, torch.zeros(count, dtype=torch.int64, device=device))
+    return state
+
+
 def replay_operands(
-    geometry: LayerGeometry, rows: int, tokens: int, dtype: torch.dtype, device: torch.device
+    geometry: LayerGeometry,
+    rows: int,
+    tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    time_steps: tuple[float, float] = TIME_STEPS,
 ) -> tuple[torch.Tensor, ...]:
     """What the model hands to `replay_step`: views into the convolution's output, as in the mixers."""
     heads, groups, width, depth = geometry.heads, geometry.groups, geometry.head_dim, geometry.state_dim
     mixed = torch.randn(rows, tokens, geometry.conv_dim, device=device).to(dtype)
-    dt = _step_sizes((rows, tokens, heads), device)
+    dt = _step_sizes((rows, tokens, heads), device, time_steps)
     if geometry.kind == "mamba2":
         x, B, C = mixed.split([heads * width, groups * depth, groups * depth], dim=-1)
         x, B, C = x.unflatten(-1, (heads, width)), B.unflatten(-1, (groups, depth)), C.unflatten(-1, (groups, depth))
@@ -87,11 +125,15 @@ def replay_layer(
     *,
     capacity: int,
     dtype: torch.dtype,
-    state_dtype: torch.dtype,
+    precision: Setting,
     device: torch.device,
+    time_steps: tuple[float, float] = TIME_STEPS,
 ) -> ReplayLayer:
-    """A layer with a random checkpoint and full rings of random records, whose ``d`` does not follow from the rest."""
-    past = replay_operands(geometry, rows, capacity, dtype, device)
+    """A layer with a random checkpoint and full rings of random records, whose ``d`` does not follow from the rest.
+
+    A copy that steps read is of another state than the checkpoint, so that it shows which of the two is read.
+    """
+    past = replay_operands(geometry, rows, capacity, dtype, device, time_steps)
     # [B, T, heads, ...] -> [B, heads, R, ...]
     rings = [tensor.transpose(1, 2).contiguous() for tensor in past if tensor.ndim > 1]
     if geometry.kind == "mamba2":
@@ -100,8 +142,11 @@ def replay_layer(
     else:
         _, k, v, g, beta = rings
         named = {"ring_k": k, "ring_v": v, "ring_g": g, "ring_beta": beta, "ring_d": v * 0.5}
-    state = random_state(geometry, rows, state_dtype, device)
-    return ReplayLayer(replay_operands(geometry, rows, tokens, dtype, device), {"state": state, **named})
+    formats = {"state": precision.checkpoint, "readout": precision.readout}
+    states = {key: random_stored(geometry, rows, name, device) for key, name in formats.items() if name}
+    operands = replay_operands(geometry, rows, tokens, dtype, device, time_steps)
+    settings = {"decay_skip": precision.decay_skip} if precision.decay_skip else {}
+    return ReplayLayer(operands, named, states, settings)
 
 
 def cursor(committed: torch.Tensor, folds: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
@@ -119,10 +164,26 @@ def spread_cursors(rows: int, window: int, device: torch.device) -> list[dict[st
     return cursors
 
 
-def plain_traffic(geometry: LayerGeometry, rows: int, tokens: int, live: int, state_itemsize: int) -> int:
-    """Bytes of state and ring that a plain step reads and writes; activations take two bytes."""
+def skipped_share(layer: ReplayLayer, cursor: dict[str, Any]) -> float:
+    """Share of (row, head) whose state a step without a fold does not read."""
+    threshold = layer.settings.get("decay_skip")
+    if threshold is None:
+        return 0.0
+    is_mamba2 = "ring_dt" in layer.rings
+    ring, new = (layer.rings["ring_dt"], layer.operands[1]) if is_mamba2 else (layer.rings["ring_g"], layer.operands[3])
+    live_count, capacity = cursor["committed"] + cursor["pending"], ring.shape[2]
+    live = live_records(torch.zeros_like(live_count), live_count, capacity)
+    past = gather_records(ring, record_slots(cursor["base"], capacity, capacity), live, dim=2)
+    logs = past.float().sum(-1) + new[:, 0].float()
+    if is_mamba2:
+        logs = logs * layer.operands[4]
+    return float(is_forgotten(logs, threshold).float().mean())
+
+
+def plain_bytes(geometry: LayerGeometry, rows: int, tokens: int, live: int, form: Format) -> tuple[int, int]:
+    """Bytes of state and records that a plain step reads, and bytes that it writes; activations take two bytes."""
     heads, groups, width, depth = geometry.heads, geometry.groups, geometry.head_dim, geometry.state_dim
     values, keys = 2 * heads * width, 2 * groups * depth
     read = values + keys + 4 * heads  # x, B, dt, or d, k, g
     written = read if geometry.kind == "mamba2" else read + values + 2 * heads  # v and beta as well
-    return rows * (heads * width * depth * state_itemsize + live * read + tokens * written)
+    return rows * (heads * form.head_bytes(width, depth) + live * read), rows * tokens * written

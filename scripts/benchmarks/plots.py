@@ -10,9 +10,10 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
+from .precision_grid import Setting
 from .precision_tables import setting_name, title
 from .speculative_tables import speed_up as over
-from .summary import GENERATE_ORDER, ordered
+from .summary import GENERATE_ORDER, ordered, other_configurations, precisions
 from .tables import Cells, speed_up
 
 plt.rcParams.update({"font.size": 10, "svg.hashsalt": "replay", "axes.spines.top": False, "axes.spines.right": False})
@@ -63,7 +64,7 @@ def plot_speed_up(cells: Cells, path: Path, where: str) -> Path:
         for name, style in STYLES.items():
             points = [(cell["batch"], speed_up(cell, name)) for cell in group if name in cell["replay"]]
             if points:
-                label = f"{preset}, {name.split('/')[1]}"
+                label = f"{preset}, {name.partition('/')[2]}"
                 axes.plot(*zip(*points, strict=True), style, color=COLOURS[index], marker=MARKERS[index], label=label)
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_ylim(bottom=0)
@@ -71,6 +72,35 @@ def plot_speed_up(cells: Cells, path: Path, where: str) -> Path:
     axes.set_title("One layer's decode step, flushes included")
     _batch_axis(axes, sorted({cell["batch"] for cell in cells.values()}))
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    return _save(figure, path, where)
+
+
+def plot_precision_steps(cells: Cells, path: Path, where: str) -> Path:
+    """Single-token step on average against the tuned eager update of a float32 state, a line per precision.
+
+    Solid for separate copies, dashed for shared ones, dotted with a decay skip.
+    """
+    groups, names = _by_preset(cells), precisions(cells)
+    figure, panels = _panels(len(groups))
+    for axes, (preset, group) in zip(panels.flat, groups.items(), strict=False):
+        for index, precision in enumerate(names):
+            name, setting = f"t1/{precision}", Setting.parse(precision)
+            points = [(cell["batch"], speed_up(cell, name)) for cell in group if name in cell["replay"]]
+            style = ":" if setting.decay_skip else "-" if setting.readout else "--"
+            look: dict[str, Any] = {
+                "color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index // len(COLOURS) % len(MARKERS)],
+            }  # fmt: skip
+            if points:
+                axes.plot(*zip(*points, strict=True), style, label=precision, **look)
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set_ylim(bottom=0)
+        axes.set_title(preset, fontsize=10)
+        axes.set_ylabel("times as fast as eager, float32")
+        _batch_axis(axes, sorted({cell["batch"] for cell in group}))
+    last = panels.flat[len(groups) - 1]
+    if last.get_legend_handles_labels()[0]:
+        last.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.suptitle("One layer's decode step by the precision of its state, flushes included", fontsize=11)
     return _save(figure, path, where)
 
 
@@ -104,11 +134,12 @@ def plot_generate(cells: Cells, path: Path, where: str) -> Path:
     groups = _by_preset({key: cell for key, cell in cells.items() if cell["prompt"] == shortest})
     figure, panels = _panels(len(groups))
     for axes, (preset, group) in zip(panels.flat, groups.items(), strict=False):
-        for index, name in enumerate(GENERATE_ORDER):
+        for index, name in enumerate([*GENERATE_ORDER, *other_configurations(cells)]):
             points = [(c["batch"], c["step_ms"]) for c in group if c["configuration"] == name and "step_ms" in c]
             if points:
-                look: dict[str, Any] = {"color": COLOURS[index], "marker": MARKERS[index]}
-                axes.plot(*zip(*points, strict=True), label=name, **look)
+                place, style = index % len(COLOURS), "-" if index < len(GENERATE_ORDER) else "--"
+                look: dict[str, Any] = {"color": COLOURS[place], "marker": MARKERS[place]}
+                axes.plot(*zip(*points, strict=True), style, label=name, **look)
         first = group[0]
         axes.set_title(preset if first.get("is_whole", True) else f"{preset}, {first['layers']} layers", fontsize=10)
         axes.set_ylabel("ms per step")

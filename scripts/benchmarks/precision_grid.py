@@ -50,8 +50,25 @@ class Setting:
     @property
     def name(self) -> str:
         """Its text, window included."""
-        skip = [f"s{self.decay_skip:g}"] if self.decay_skip else []
-        return "/".join([self.checkpoint, *filter(None, [self.readout]), f"w{self.window}", *skip])
+        return "/".join([*self._formats, f"w{self.window}", *self._skip])
+
+    @property
+    def label(self) -> str:
+        """Its text without the window."""
+        return "/".join([*self._formats, *self._skip])
+
+    @property
+    def read(self) -> str:
+        """Name of the format that plain steps read."""
+        return self.readout or self.checkpoint
+
+    @property
+    def _formats(self) -> list[str]:
+        return [self.checkpoint, *filter(None, [self.readout])]
+
+    @property
+    def _skip(self) -> list[str]:
+        return [f"s{self.decay_skip:g}"] if self.decay_skip else []
 
     def config(self, impl: str) -> ReplayConfig:
         """The cache's settings; raises what `ReplayConfig` raises for a format that it does not have."""
@@ -75,6 +92,20 @@ def _is_number(text: str) -> bool:
 def parse_grid(names: list[str] | None) -> list[Setting]:
     """The settings asked for, or the default ones, each once."""
     return list(dict.fromkeys(Setting.parse(name) for name in names or DEFAULT_GRID))
+
+
+def parse_precisions(names: list[str], impl: str) -> list[Setting]:
+    """Settings ``checkpoint[/readout][/sSKIP]``, each once.
+
+    Raises:
+        ValueError: another syntax, a window, or what `ReplayConfig` refuses for ``impl``.
+    """
+    settings = parse_grid(names)
+    for setting in settings:
+        if setting.window != Setting.window:
+            raise ValueError(f"expected checkpoint[/readout][/sSKIP], got {setting.name!r} with a window of its own")
+        setting.config(impl)
+    return settings
 
 
 def bins(steps: int) -> list[tuple[int, int]]:

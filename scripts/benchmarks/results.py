@@ -71,12 +71,16 @@ class Results:
         """Whether a cell is still to be measured."""
         return key not in (self._done if self.redo else self.cells)
 
-    def put(self, key: str, record: dict[str, Any], where: dict[str, Any]) -> None:
-        """Add a cell, measured in the environment ``where``, and write the file."""
-        environments = self.data["environments"]
+    def index(self, where: dict[str, Any]) -> int:
+        """The place of an environment in the file."""
+        environments: list[dict[str, Any]] = self.data["environments"]
         if where not in environments:
             environments.append(where)
-        self.cells[key] = {**record, "environment": environments.index(where)}
+        return environments.index(where)
+
+    def put(self, key: str, record: dict[str, Any], where: dict[str, Any]) -> None:
+        """Add a cell, measured in the environment ``where``, and write the file."""
+        self.cells[key] = {**record, "environment": self.index(where)}
         self._done.add(key)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self.path.with_suffix(".tmp")

@@ -11,7 +11,7 @@ Cells = dict[str, dict[str, Any]]
 
 KERNEL_COLUMNS = (
     "model", "batch", "eager us", "checkpoint", "T", "plain us", "p20-p80", "with folds", "flush us", "spread us",
-    "amortised", "update us", "speed-up amortised", "speed-up spread", "of read ceiling",
+    "amortised", "update us", "speed-up amortised", "speed-up spread", "of read ceiling", "skipped",
 )  # fmt: skip
 GENERATE_COLUMNS = (
     "model", "batch", "prompt", "configuration", "step ms", "p50", "p99", "tokens/s", "prefill ms", "first call s",
@@ -22,16 +22,18 @@ GENERATE_COLUMNS = (
 def kernel_rows(cells: Cells) -> Iterable[list[str]]:
     """One row per replay step; a cell without any has one for its baseline."""
     for cell in cells.values():
-        eager = cell["eager"]["p50"]
-        head = [cell["preset"], str(cell["batch"]), f"{eager:.1f}"]
+        head = [cell["preset"], str(cell["batch"])]
         if not cell["replay"]:
-            yield [*head, *["-"] * 9, "1.00", "1.00", f"{cell['eager']['share_of_ceiling']:.1%}"]
+            eager = cell["eager"]
+            share = f"{eager['share_of_ceiling']:.1%}"
+            yield [*head, f"{eager['p50']:.1f}", *["-"] * 9, "1.00", "1.00", share, "-"]
         for name, step in cell["replay"].items():
-            tokens, checkpoint = name.split("/")
+            tokens, _, precision = name.partition("/")
             plain, spread, update = step["plain"], step.get("spread"), step.get("update")
             yield [
                 *head,
-                checkpoint,
+                f"{eager_us(cell, name):.1f}",
+                precision,
                 tokens[1:],
                 f"{plain['p50']:.1f}",
                 f"{plain['p20']:.1f}-{plain['p80']:.1f}",
@@ -43,7 +45,18 @@ def kernel_rows(cells: Cells) -> Iterable[list[str]]:
                 f"{speed_up(cell, name, 'amortised'):.2f}",
                 f"{speed_up(cell, name, 'spread'):.2f}" if spread else "-",
                 f"{step['share_of_ceiling']:.1%}",
+                skipped(step),
             ]
+
+
+def eager_us(cell: dict[str, Any], name: str) -> float:
+    """Microseconds of the eager update in the run that measured the step."""
+    return float(cell["replay"][name].get("eager_us", cell["eager"]["p50"]))
+
+
+def skipped(step: dict[str, Any]) -> str:
+    """Share of (row, head) whose state a plain step does not read."""
+    return f"{step['skipped']:.1%}" if "skipped" in step else "-"
 
 
 def step_us(cell: dict[str, Any], name: str, flushes: str | None = None) -> float:
@@ -64,7 +77,7 @@ def step_us(cell: dict[str, Any], name: str, flushes: str | None = None) -> floa
 def speed_up(cell: dict[str, Any], name: str, flushes: str | None = None) -> float:
     """How many times faster than eager decoding of the same number of tokens the step is (see `step_us`)."""
     tokens = int(name.split("/")[0][1:])
-    return float(tokens * cell["eager"]["p50"] / step_us(cell, name, flushes))
+    return float(tokens * eager_us(cell, name) / step_us(cell, name, flushes))
 
 
 def generate_rows(cells: Cells) -> Iterable[list[str]]:

@@ -97,6 +97,11 @@ def cache_bytes(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).L2_cache_size) if device.type == "cuda" else 0
 
 
+def gib_at_peak(device: torch.device) -> float:
+    """The most memory that tensors took since the peak was last reset; 0 on a CPU."""
+    return round(torch.cuda.max_memory_allocated() / 2**30, 4) if device.type == "cuda" else 0.0
+
+
 def read_ceiling(device: torch.device, gigabytes: float = 4.0) -> float:
     """The fastest read there is, in bytes per second: the sum of a tensor of several GB, the better of three runs."""
     values = torch.randn(int(gigabytes * 1e9 / 4), device=device)

@@ -10,10 +10,12 @@ import torch
 
 from replay_transformers.cursor import SPREAD_ROWS
 from replay_transformers.geometry import LayerGeometry
+from replay_transformers.kernels.formats import FORMATS
 
 from . import operators
 from .checks import check_replay, compare, sample_rows
 from .kernel_cells import MOST_LAYERS, PAST_THE_CACHE, layer_count, rotated_steps
+from .precision_grid import Setting
 from .timing import Call, cache_bytes
 
 WEIGHT_SCALE = 0.5
@@ -25,12 +27,12 @@ class Settings:
 
     Args:
         window: flush window.
-        checkpoint: dtype of the state. activations: of everything else.
+        checkpoint: format of the state. activations: dtype of everything else.
     """
 
     device: torch.device
     window: int = 16
-    checkpoint: torch.dtype = torch.float32
+    checkpoint: str = "float32"
     activations: torch.dtype = torch.bfloat16
 
 
@@ -66,9 +68,9 @@ def _replay_step(geometry: LayerGeometry, rows: int, tokens: int, settings: Sett
     layers = [
         operators.replay_layer(
             geometry, rows, tokens, capacity=operators.ring_capacity(window, tokens),
-            dtype=settings.activations, state_dtype=settings.checkpoint, device=device,
+            dtype=settings.activations, precision=Setting(settings.checkpoint), device=device,
         )
-        for _ in range(copies or layer_count(geometry, rows, settings.checkpoint.itemsize, device))
+        for _ in range(copies or layer_count(geometry, rows, FORMATS[settings.checkpoint], device))
     ]  # fmt: skip
     cursors = steady_cursors(rows, window, device)
     calls = rotated_steps(step, layers, cursors)
