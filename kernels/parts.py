@@ -19,7 +19,6 @@ def run_in_parts(
     cursor: Cursor,
     capacity: int,
     max_records: int | None,
-    folds_last: bool = False,
 ) -> torch.Tensor:
     """The output of all tokens, from as many launches as they need.
 
@@ -29,7 +28,6 @@ def run_in_parts(
         cursor: int64 ``[B]`` tensors ``base, committed, pending, folds`` (the last may be None); the first launch
             folds, and to each launch the tokens of those before it are pending.
         capacity: slots of the ring. max_records: how many a row holds at most before the step; None: what fits.
-        folds_last: the last launch folds, since what it writes must not be read by the others.
     """
     outputs = []
     base, committed, pending, folds = cursor
@@ -39,10 +37,9 @@ def run_in_parts(
         count = part.stop - start
         most = capacity - count if max_records is None else max_records + start
         parts = (operand[:, part] for operand in operands)
-        is_waiting = folds_last and part.stop < tokens
-        outputs.append(run(*parts, *others, base, committed, pending, None if is_waiting else folds, most))
+        outputs.append(run(*parts, *others, base, committed, pending, folds, most))
         if part.stop < tokens:
-            if folds is not None and not folds_last:
+            if folds is not None:
                 base, committed, folds = base + folds, committed - folds, None
             pending = pending + count
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)

@@ -37,7 +37,8 @@ class ReplayConfig:
         draft_length: how many tokens assisted generation drafts per round: "adaptive" (as many as pay, by what was
             accepted and how long rounds took; none where drafts do not pay), "fixed" (as many as the drafter may) or
             "off" (none).
-        seed: of stochastic rounding. The same seed and the same tokens in the same rows round alike.
+        seed: of stochastic rounding, 0 or more and less than 2^32. The same seed and the same tokens in the same rows
+            round alike.
 
     Raises:
         ValueError: a value of the wrong type or out of range.
@@ -65,6 +66,8 @@ class ReplayConfig:
         if not 0 <= self.decay_skip < 1:
             raise ValueError(f"decay_skip must lie in [0, 1), got {self.decay_skip!r}")
         _check_int("seed", self.seed, minimum=0)
+        if self.seed >= 2**32:
+            raise ValueError(f"seed must be less than 2^32, got {self.seed}")
         if self.draft_length not in DRAFT_LENGTHS:
             raise ValueError(f"draft_length must be one of {DRAFT_LENGTHS}, got {self.draft_length!r}")
         if self.impl not in IMPLEMENTATIONS:

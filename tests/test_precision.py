@@ -14,7 +14,7 @@ from tests.support.cached import assert_states, feed, ids, model_for
 from tests.support.lone_layer import KINDS, LoneLayer, draw, geometry
 from tests.support.operators import Tensors, part
 from tests.support.precision import assert_copies_are_fresh, fill_with_nan, parts, spoil, stored
-from tests.support.snapshots import Snapshot, tensors
+from tests.support.snapshots import Snapshot
 
 pytestmark = pytest.mark.usefixtures("enabled")
 
@@ -39,11 +39,7 @@ def new(model: Any, fixed: bool = False, window: int = WINDOW, **settings: Any) 
 @EVERY_READOUT
 @LONE
 def test_what_is_wrong_in_the_copy_lives_until_the_next_flush(name: str, readout: str, fixed: bool) -> None:
-    """Any part of it changes the outputs up to the flush's own step, and nothing but them.
-
-    Except the ring's derived `d` of a Gated DeltaNet: the token of the flush's own step is still answered with the old
-    copy, and the `d` of the next window are solved against its `d`.
-    """
+    """Any part of it changes the outputs before the flush, and nothing else: what follows is the same to the bit."""
     model, tokens = model_for(name), ids(2, 70)
     start = new(model, fixed, readout=readout)
     feed(model, start, tokens[:, :8], 7, 1)
@@ -53,30 +49,24 @@ def test_what_is_wrong_in_the_copy_lives_until_the_next_flush(name: str, readout
         copy = parts(same.replay_layers[0].readout)[wrong]
         copy.copy_(copy.clone())
         assert_states(cache.state(0), twin.state(0))
+        flushed = 0
         for step in range(8, 8 + WINDOW):
             assert twin.cursor.base is not None
             before = twin.cursor.base.clone()
             outputs = [feed(model, one, tokens[:, step : step + 1]) for one in (cache, twin, same)]
-            assert (outputs[0] - outputs[1]).abs().max() > 0.1
+            flushed += int((twin.cursor.base > before).all())
+            if flushed:
+                assert torch.equal(outputs[0], outputs[1]), "the flush's own step reads the new copy"
+            else:
+                assert (outputs[0] - outputs[1]).abs().max() > 0.1
             assert torch.equal(outputs[1], outputs[2])
-        assert (twin.cursor.base > before).all(), "the last of these steps flushed"
+        assert flushed == 1, "the last of these steps"
 
-        differing = Snapshot(twin).changes(cache)
-        assert differing == ([] if name == "nemotron_h-M" else ["0.d"])
+        # of Gated DeltaNet's derived `d` the slots that were folded differ, which nothing reads any more
+        assert set(Snapshot(twin).changes(cache)) <= {"0.d"}
         assert torch.equal(cache.state(0), twin.state(0))
-        flushed, mended = cache.fork(), cache.fork()
-        for ring in differing:
-            tensors(mended)[ring].copy_(tensors(twin)[ring])
         later = tokens[:, 8 + WINDOW : 60]
-        truth = feed(model, twin.fork(), later)
-        assert torch.equal(feed(model, mended, later), truth)
-        got = feed(model, cache, later)
-        assert torch.equal(got, truth) == (name == "nemotron_h-M")
-        # each window passes on what one token's `d` carries, which shrinks: 12 windows later it is as good as gone
-        assert (got[:, -WINDOW:] - truth[:, -WINDOW:]).abs().max() < 1e-4
-        twin.flush()
-        flushed.flush()
-        assert torch.equal(feed(model, flushed, later), feed(model, twin, later))
+        assert torch.equal(feed(model, cache, later), feed(model, twin, later))
 
 
 @EVERY_READOUT

@@ -119,10 +119,16 @@ def modes(family: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def generated(family: str, mode: str, implementation: str = "replay", **settings: Any) -> Any:
+def generated(
+    family: str, mode: str, implementation: str = "replay", dtype: torch.dtype = torch.float32, **settings: Any
+) -> Any:
     torch.manual_seed(1)
     arguments = generation(implementation, **settings) | modes(family)[mode]
-    return tiny(family).generate(**prompt(2, 9, [0, 4]), **arguments)
+    model = tiny(family)
+    try:
+        return model.to(dtype).generate(**prompt(2, 9, [0, 4]), **arguments)
+    finally:
+        model.to(torch.float32)
 
 
 @pytest.mark.parametrize("mode", ["greedy", "beams", "sampling", "prompt-lookup", "assistant", "chunks"])
@@ -141,9 +147,13 @@ def test_a_float32_copy_gives_the_tokens_of_none(family: str, mode: str) -> None
 @pytest.mark.parametrize("mode", ["beams", "sampling"])
 @EVERY_FAMILY
 def test_rows_that_are_reordered_or_repeated(family: str, mode: str, settings: dict[str, Any]) -> None:
-    """Growing caches, whose rows become new tensors, and fixed ones, whose rows are moved in place, agree."""
+    """Growing caches, whose rows become new tensors, and fixed ones, whose rows are moved in place, agree.
+
+    In float64, where the two do not differ enough to round a state to different sides.
+    """
     growing, fixed = (
-        generated(family, mode, implementation, **settings) for implementation in ("replay", "replay_static")
+        generated(family, mode, implementation, torch.float64, **settings)
+        for implementation in ("replay", "replay_static")
     )
     assert torch.equal(growing.sequences, fixed.sequences)
     assert growing.sequences.shape[0] == 4

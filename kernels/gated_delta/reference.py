@@ -184,18 +184,11 @@ def replay_step(
     tokens, capacity = q.shape[1], ring_k.shape[2]
     compute = at_least_float32(q.dtype)
     live_count = committed + pending
-    # what was rounded is read before it is rounded anew: the records' `d` belong to what was read
-    folds_last = readout is not None or not isinstance(state, torch.Tensor) or decay_skip > 0
-
-    def flush() -> None:
-        if folds is not None:
-            rings = ring_k, ring_v, ring_g, ring_beta
-            fold(state, *rings, base=base, count=folds, readout=readout, decay_skip=decay_skip)
-
-    if not folds_last:
-        flush()
+    if folds is not None:
+        rings = ring_k, ring_v, ring_g, ring_beta
+        fold(state, *rings, base=base, count=folds, readout=readout, decay_skip=decay_skip)
     ages = capacity if max_records is None else min(max_records, capacity)
-    live = live_records(torch.zeros_like(committed) if folds is None or folds_last else folds, live_count, ages)
+    live = live_records(torch.zeros_like(committed) if folds is None else folds, live_count, ages)
 
     slots = record_slots(base, ages, capacity)
     past_k, past_logs, past_d = (gather_records(r, slots, live, dim=2).to(compute) for r in (ring_k, ring_g, ring_d))
@@ -224,8 +217,6 @@ def replay_step(
     for ring, record in ((ring_k, k), (ring_v, v), (ring_g, g), (ring_beta, beta)):
         write_records(ring, new_slots, record.transpose(1, 2), dim=2)
     write_records(ring_d, new_slots, deltas, dim=2)
-    if folds_last:
-        flush()
     return output.transpose(1, 2).to(q.dtype)
 
 

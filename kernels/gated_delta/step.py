@@ -30,11 +30,13 @@ def gated_delta_prepare(
     query_scale, least_log,
     HEADS: tl.constexpr, GROUP: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
     SHARE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, FOLD: tl.constexpr, SKIP: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, FOLD: tl.constexpr,
+    FOLD_FIRST: tl.constexpr, SKIP: tl.constexpr,
 ):  # fmt: skip
     """SHARE: value heads per program, all of one key head; BLOCK_R: at least the records of any row.
 
-    SKIP: states that are scaled by less than the exponential of ``least_log`` count for nothing.
+    FOLD_FIRST: rows that are due are folded before they are read. SKIP: states that are scaled by less than the
+    exponential of ``least_log`` count for nothing.
     """
     shares: tl.constexpr = HEADS // SHARE
     row = (tl.program_id(0) // shares).to(tl.int64)
@@ -77,7 +79,10 @@ def gated_delta_prepare(
     norm = tl.rsqrt(tl.sum(wide * wide, 1) + NORM_EPSILON)
     squares = tl.where(c[:, None] == c[None, :], own_scores, 0.0)
     norm_c = tl.rsqrt(tl.sum(squares, 1) + NORM_EPSILON) * tl.where(is_key, 1.0, query_scale)
-    scores *= norm_c[:, None] * tl.where(live, norm, 0.0)[None, :]
+    read = live
+    if FOLD_FIRST:
+        read = live & (age >= count)
+    scores *= norm_c[:, None] * tl.where(read, norm, 0.0)[None, :]
     own_scores *= norm_c[:, None] * tl.rsqrt(tl.sum(squares, 0) + NORM_EPSILON)[None, :]
     # a key is answered by the tokens before it, a query by its own token as well
     before = (token[None, :] < token[:, None]) | ((token[None, :] == token[:, None]) & ~is_key[:, None])
@@ -95,13 +100,13 @@ def gated_delta_prepare(
             tl.store(ring_beta + corner * CAPACITY + record_slot(start, past + t, CAPACITY), own_rates[h * TOKENS + t])
         # two decays: neither exceeds 1; `later` is shifted by one age, so that its sums leave out the own log
         since = tl.exp(since)
-        after = tl.where(live, tl.exp(tl.cumsum(later_logs[h], 0, reverse=True)), 0.0)
+        after = tl.where(read, tl.exp(tl.cumsum(later_logs[h], 0, reverse=True)), 0.0)
         out = coefficient + corner * (2 * TOKENS * BLOCK_R) + (c[:, None] * BLOCK_R + age[None, :])
         tl.store(out, scores * since[:, None] * after[None, :], mask=token_ok[:, None])
         out = own_coefficient + corner * (2 * TOKENS * BLOCK_T) + (c[:, None] * BLOCK_T + token[None, :])
         tl.store(out, own_scores * tl.exp(between), mask=token_ok[:, None] & is_key[None, :])
         gains = gain + corner * (2 * TOKENS) + tl.where(is_key, token, TOKENS + token)
-        total = tl.sum(logs[h], 0)
+        total = tl.sum(tl.where(read, logs[h], 0.0), 0)
         carried = tl.exp(total) * since * norm_c
         if SKIP:
             carried = tl.where(total + own_logs[h * TOKENS] < least_log, 0.0, carried)
@@ -138,9 +143,12 @@ def gated_delta_step(
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, AGES: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK_T: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, FOLD_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """ROWS, CHUNK, STAGES: how the state is read, see `read`; AGES: records that are read at a time."""
+    """ROWS, CHUNK, STAGES: how the state is read, see `read`; AGES: records that are read at a time.
+
+    FOLD_FIRST: rows that are due have been folded.
+    """
     tiles: tl.constexpr = (WIDTH + BLOCK_V - 1) // BLOCK_V
     most: tl.constexpr = RECORDS // 2 if TOKENS > 1 else 1
     first = (tl.program_id(0) % tiles) * BLOCK_V
@@ -160,20 +168,23 @@ def gated_delta_step(
     factors = coefficient + row_head * (2 * TOKENS * BLOCK_R)
     gains = gain + row_head * (2 * TOKENS) + token
     start, past = tl.load(cursor + row * 3), tl.load(cursor + row * 3 + 1)
+    folded = 0
+    if FOLD_FIRST:
+        folded = tl.load(cursor + row * 3 + 2)
 
     # what checkpoint and records answer to the keys and to the queries
     if TOKENS == 1:
         # of the state as much as registers hold is under way before anything waits for the cursor
         chunk = read_chunk(block, new_k, new_q, k_state, q_state, 0, p_ok, WIDTH, STATES, BLOCK_V, ROWS)
         value = tl.load(new_v, mask=out_ok, other=0.0)
-        d = deltas_of_records(ring_d + records, start, past, age, p, p_ok, WIDTH, CAPACITY)
+        d = deltas_of_records(ring_d + records, start, folded, past, age, p, p_ok, WIDTH, CAPACITY)
         known_k = tl.sum(d.to(tl.float32) * tl.load(factors + age)[:, None], 0)
         known_q = tl.sum(d.to(tl.float32) * tl.load(factors + (BLOCK_R + age))[:, None], 0)
         carried_k, carried_q = answers_to_one(
             chunk, block, new_k, new_q, k_state, q_state, p_ok, WIDTH, STATES, BLOCK_V, BLOCK_K, ROWS
         )
         for begin in tl.static_range(AGES, BLOCK_R, AGES):
-            d = deltas_of_records(ring_d + records, start, past, begin + age, p, p_ok, WIDTH, CAPACITY)
+            d = deltas_of_records(ring_d + records, start, folded, past, begin + age, p, p_ok, WIDTH, CAPACITY)
             known_k += tl.sum(d.to(tl.float32) * tl.load(factors + (begin + age))[:, None], 0)
             known_q += tl.sum(d.to(tl.float32) * tl.load(factors + (BLOCK_R + begin + age))[:, None], 0)
         answer_k = (tl.load(gain + row_head * 2) * carried_k + known_k)[None, :]
@@ -187,7 +198,7 @@ def gated_delta_step(
         answer_k = tl.load(gains, mask=token_ok, other=0.0)[:, None] * carried_k
         answer_q = tl.load(gains + TOKENS, mask=token_ok, other=0.0)[:, None] * carried_q
         for begin in tl.static_range(0, BLOCK_R, AGES):
-            d = deltas_of_records(ring_d + records, start, past, begin + age, p, p_ok, WIDTH, CAPACITY)
+            d = deltas_of_records(ring_d + records, start, folded, past, begin + age, p, p_ok, WIDTH, CAPACITY)
             known_k, known_q = halves(
                 product(rows_of_factors(factors + (begin + age)[None, :], BLOCK_R, TOKENS), d, 0.0), BLOCK_V
             )
@@ -228,10 +239,10 @@ def finish(
 
 
 @triton.jit
-def deltas_of_records(records, start, past, age, p, p_ok, WIDTH: tl.constexpr, CAPACITY: tl.constexpr):
-    """``d`` of the records of some ages, zeros where there are none."""
+def deltas_of_records(records, start, folded, past, age, p, p_ok, WIDTH: tl.constexpr, CAPACITY: tl.constexpr):
+    """``d`` of the records of some ages, zeros where there are none or they are folded."""
     slot = record_slot(start, tl.minimum(age, CAPACITY), CAPACITY)
-    ok = (age < past)[:, None] & p_ok[None, :]
+    ok = ((age >= folded) & (age < past))[:, None] & p_ok[None, :]
     return tl.load(records + (slot[:, None] * WIDTH + p[None, :]), mask=ok, other=0.0)
 
 

@@ -1,7 +1,8 @@
 """The kernels of the Gated DeltaNet step where the state is more than one tensor of floats, or a copy of it is read.
 
-``gated_delta_stored_step`` reads out of any format; ``gated_delta_stored_fold`` then folds the rows that are due into
-the checkpoint and renews the copy. The functions of the formats are given to them, see `formats.plain_tiles`.
+``gated_delta_stored_fold`` folds the rows that are due into the checkpoint and renews the copy;
+``gated_delta_stored_step`` then reads out of any format. The functions of the formats are given to them, see
+`formats.plain_tiles`.
 """
 
 import triton
@@ -44,7 +45,7 @@ def gated_delta_stored_step(
     if SKIP:
         ok = p_ok & (tl.load(gains + 0 * p) > 0.0)
     tile = OPENED(values, scales, head_scales, row_head, first + p, ok, WIDTH, STATES, BLOCK_K, TRANSPOSED)
-    start, past = tl.load(cursor + row * 3), tl.load(cursor + row * 3 + 1)
+    start, past, folded = tl.load(cursor + row * 3), tl.load(cursor + row * 3 + 1), tl.load(cursor + row * 3 + 2)
     new_v = v + row * v_row + head * v_head + (token[:, None] * v_token + (first + p)[None, :] * v_channel)
     value = tl.load(new_v, mask=out_ok, other=0.0)
 
@@ -52,7 +53,7 @@ def gated_delta_stored_step(
     records = ring_d + (row_head * (CAPACITY * WIDTH) + first)
     answer_k, answer_q = tl.zeros([most, BLOCK_V], tl.float32), tl.zeros([most, BLOCK_V], tl.float32)
     for begin in tl.static_range(0, BLOCK_R, AGES):
-        d = deltas_of_records(records, start, past, begin + age, p, p_ok, WIDTH, CAPACITY)
+        d = deltas_of_records(records, start, folded, past, begin + age, p, p_ok, WIDTH, CAPACITY)
         if TOKENS == 1:
             known = tl.sum(d.to(tl.float32) * tl.load(factors + (begin + age))[:, None], 0)
             answer_k += known[None, :]

@@ -18,7 +18,7 @@ Two launches per layer and step, and a third where rows may be due. With the rec
   rows are due at a time, and inside the step they would hold up the programs that wait behind them.
 
 A state in a format of more than a dtype, or beside a copy that is read, has kernels of its own for the last two
-(`stored`).
+(`stored`). Its rows that are due are folded before they are read, so that what is read of them is what was just stored.
 
 Everything is computed in float32; products on matrix units are exact where one side is bfloat16, else of three products
 of tf32 each. One token is answered without them, since its step is bound by memory.
@@ -86,6 +86,7 @@ def _run(
     share, block_v = heads_per_program(chosen.share, group), min(chosen.block, power_of_two(width))
     block_v, block_k = max(block_v, LEAST_CHANNELS), max(power_of_two(states), LEAST_DEPTH)
     skips = precision is not None and precision.decay_skip > 0
+    folds_first = fold and precision is not None
 
     def scratch(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device=device)
@@ -104,9 +105,25 @@ def _run(
         cursor, coefficient, own, gain, solution,
         *q.stride(), *k.stride(), *g.stride(), *beta.stride(), states**-0.5,
         precision.least_log if precision is not None else 0.0,
-        SHARE=share, TOKENS=tokens, BLOCK_T=block_t, FOLD=fold, SKIP=skips, **sizes, num_warps=chosen.share_warps,
+        SHARE=share, TOKENS=tokens, BLOCK_T=block_t, FOLD=fold, FOLD_FIRST=folds_first, SKIP=skips,
+        **sizes, num_warps=chosen.share_warps,
     )  # fmt: skip
     source, programs = readout or checkpoint, rows * heads * triton.cdiv(width, block_v)
+    fold_v = max(power_of_two(width), LEAST_CHANNELS)
+    if precision is None or not precision.needs_heads:
+        fold_v = min(FOLD_BLOCK, fold_v)
+    pieces, lists = rows * heads * triton.cdiv(width, fold_v), triton.cdiv(rows, FOLD_LIST)
+    fold_grid = (triton.cdiv(min(FOLD_PROGRAMS, pieces), lists), lists)
+    fold_sizes = {"WIDTH": width, "BLOCK_V": fold_v, "PART": min(FOLD_PART, block_k), "LIST": FOLD_LIST}
+    if fold and precision is not None:
+        written = [form.kernels() for form in precision.written]
+        transposed = [isinstance(form, PlainFormat) for form in precision.written]
+        gated_delta_stored_fold[fold_grid](
+            *pointers(checkpoint), *pointers(source), ring_k, ring_v, solution, cursor, base, folds, rows,
+            precision.key, LOAD=written[0].load, STORE=written[0].store, STORE_COPY=written[-1].store,
+            HAS_COPY=bool(readout), TRANSPOSED=transposed[0], COPY_TRANSPOSED=transposed[-1], SKIP=skips,
+            **fold_sizes, **sizes, num_warps=HEAD_WARPS if fold_v > FOLD_BLOCK else FOLD_WARPS,
+        )  # fmt: skip
     operands = (
         q, k, v, beta, ring_v, ring_d, coefficient, own, gain, cursor, y,
         *q.stride(), *k.stride(), *v.stride(), *beta.stride(),
@@ -115,7 +132,7 @@ def _run(
     if precision is None or precision.is_read_plainly:
         under_way = max(1, min(block_k, chosen.warps * 32 * DEPTH // (source[0].itemsize * block_v)))
         gated_delta_step[(programs,)](
-            source[0], *operands, ROWS=under_way, CHUNK=min(CHUNK, block_k), STAGES=STAGES,
+            source[0], *operands, ROWS=under_way, CHUNK=min(CHUNK, block_k), STAGES=STAGES, FOLD_FIRST=folds_first,
             **step_sizes, **sizes, num_warps=chosen.warps,
         )  # fmt: skip
     else:
@@ -125,27 +142,10 @@ def _run(
             TRANSPOSED=isinstance(precision.read, PlainFormat), SKIP=skips,
             **step_sizes, **sizes, num_warps=chosen.warps,
         )  # fmt: skip
-    if not fold:
-        return y
-    block_v = min(FOLD_BLOCK, max(power_of_two(width), LEAST_CHANNELS))
-    if precision is not None and precision.needs_heads:
-        block_v = max(power_of_two(width), LEAST_CHANNELS)
-    pieces, lists = rows * heads * triton.cdiv(width, block_v), triton.cdiv(rows, FOLD_LIST)
-    grid = (triton.cdiv(min(FOLD_PROGRAMS, pieces), lists), lists)
-    fold_sizes = {"WIDTH": width, "BLOCK_V": block_v, "PART": min(FOLD_PART, block_k), "LIST": FOLD_LIST}
-    if precision is None:
-        gated_delta_fold[grid](
+    if fold and precision is None:
+        gated_delta_fold[fold_grid](
             checkpoint[0], ring_k, ring_v, solution, cursor, folds, rows, **fold_sizes, **sizes, num_warps=FOLD_WARPS
         )
-        return y
-    written = [form.kernels() for form in precision.written]
-    transposed = [isinstance(form, PlainFormat) for form in precision.written]
-    gated_delta_stored_fold[grid](
-        *pointers(checkpoint), *pointers(source), ring_k, ring_v, solution, cursor, base, folds, rows, precision.key,
-        LOAD=written[0].load, STORE=written[0].store, STORE_COPY=written[-1].store, HAS_COPY=bool(readout),
-        TRANSPOSED=transposed[0], COPY_TRANSPOSED=transposed[-1], SKIP=skips, **fold_sizes, **sizes,
-        num_warps=HEAD_WARPS if block_v > FOLD_BLOCK else FOLD_WARPS,
-    )  # fmt: skip
     return y
 
 
@@ -283,6 +283,4 @@ def replay_step(
         key=state.key if isinstance(state, StoredState) else 0,
         decay_skip=float(decay_skip),
     )
-    return run_in_parts(
-        run, tokens_of, (parts, copy_parts, *rings.values()), cursor, capacity, max_records, folds_last=True
-    )
+    return run_in_parts(run, tokens_of, (parts, copy_parts, *rings.values()), cursor, capacity, max_records)

@@ -179,18 +179,11 @@ def replay_step(
     tokens, capacity = x.shape[1], ring_x.shape[2]
     compute = at_least_float32(x.dtype)
     live_count = committed + pending
-    # what was rounded is read before it is rounded anew: the records are exact; and so is what may be forgotten
-    folds_last = readout is not None or not isinstance(state, torch.Tensor) or decay_skip > 0
-
-    def flush() -> None:
-        if folds is not None:
-            rings = ring_x, ring_b, ring_dt
-            fold(state, *rings, A, base=base, count=folds, readout=readout, decay_skip=decay_skip)
-
-    if not folds_last:
-        flush()
+    if folds is not None:
+        rings = ring_x, ring_b, ring_dt
+        fold(state, *rings, A, base=base, count=folds, readout=readout, decay_skip=decay_skip)
     ages = capacity if max_records is None else min(max_records, capacity)
-    live = live_records(torch.zeros_like(committed) if folds is None or folds_last else folds, live_count, ages)
+    live = live_records(torch.zeros_like(committed) if folds is None else folds, live_count, ages)
 
     past_x, past_B, past_dt = _records((ring_x, ring_b, ring_dt), base, live, compute)
     x_t, B_t, C_t, dt_t = heads_first(x, B, C, dt, dtype=compute)
@@ -207,8 +200,6 @@ def replay_step(
     write_records(ring_x, slots, x.transpose(1, 2), dim=2)
     write_records(ring_b, slots, B.transpose(1, 2), dim=2)
     write_records(ring_dt, slots, dt.transpose(1, 2), dim=2)
-    if folds_last:
-        flush()
     return _finish(output, x, D)
 
 

@@ -19,11 +19,13 @@ def mamba2_prepare(
     c_row, c_token, c_group, c_state, least_log,
     HEADS: tl.constexpr, GROUP: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
     SHARE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, HAS_D: tl.constexpr, FOLD: tl.constexpr, SKIP: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, HAS_D: tl.constexpr, FOLD: tl.constexpr,
+    FOLD_FIRST: tl.constexpr, SKIP: tl.constexpr,
 ):  # fmt: skip
     """SHARE: heads per program, all of one group; BLOCK_R: at least the records of any row.
 
-    SKIP: states that are scaled by less than the exponential of ``least_log`` count for nothing.
+    FOLD_FIRST: rows that are due are folded before they are read. SKIP: states that are scaled by less than the
+    exponential of ``least_log`` count for nothing.
     """
     shares: tl.constexpr = HEADS // SHARE
     row = (tl.program_id(0) // shares).to(tl.int64)
@@ -63,9 +65,12 @@ def mamba2_prepare(
     # logs by age [heads, ages]; `later` is shifted by one age, so that its sums from the right leave out the own log
     later *= rate[:, None]
     after = tl.cumsum(later, 1, reverse=True)
-    total = tl.sum(step * rate[:, None], 1)
+    read = live
+    if FOLD_FIRST:
+        read = live & (age >= count)
+    total = tl.sum(tl.where(read[None, :], step, 0.0) * rate[:, None], 1)
     own_log = own_step * rate[:, None]
-    decayed = tl.where(live[None, :], tl.exp(after) * step, 0.0)
+    decayed = tl.where(read[None, :], tl.exp(after) * step, 0.0)
     queries = tl.trans(own_c)
     scores = exact_product(keys, queries, tl.zeros([BLOCK_R, BLOCK_T], tl.float32))
     own_scores = exact_product(own_b, queries, tl.zeros([BLOCK_T, BLOCK_T], tl.float32))

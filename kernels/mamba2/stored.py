@@ -1,7 +1,7 @@
 """The kernels of the Mamba-2 step where the state is more than one tensor of floats, or a copy of it is read.
 
-``mamba2_stored_step`` reads out of any format; ``mamba2_stored_fold`` then folds the rows that are due into the
-checkpoint and renews the copy. The functions of the formats are given to them, see `formats.plain_tiles`.
+``mamba2_stored_fold`` folds the rows that are due into the checkpoint and renews the copy; ``mamba2_stored_step`` then
+reads out of any format. The functions of the formats are given to them, see `formats.plain_tiles`.
 """
 
 import triton

@@ -12,7 +12,8 @@ Two launches per layer and step, kernels in `step`. With the records ``j`` and t
   writes it back; the output of such a row is read from the checkpoint before the fold, where the same formula holds.
 
 A state in a format of more than a dtype, or beside a copy that is read, has kernels of its own for the step and, in a
-third launch, for the fold (`stored`).
+third launch, for the fold (`stored`). Its rows that are due are folded before they are read, so that what is read of
+them is what was just stored.
 
 The step is bound by memory: nothing may wait for anything before the state is under way. Everything is computed in
 float32 or, on matrix units, exactly as well; see `exact_product`.
@@ -95,10 +96,21 @@ def _run(
         dt, B, C, A, D, ring_b, ring_dt, base, committed, pending, folds,
         cursor, coefficient, carry, weight, *dt.stride(), *B.stride(), *C.stride(),
         precision.least_log if precision is not None else 0.0,
-        SHARE=share, BLOCK_H=power_of_two(share), HAS_D=D is not None, FOLD=fold, SKIP=skips,
+        SHARE=share, BLOCK_H=power_of_two(share), HAS_D=D is not None, FOLD=fold,
+        FOLD_FIRST=fold and precision is not None, SKIP=skips,
         **step_sizes, num_warps=chosen.share_warps,
     )  # fmt: skip
     source, grid = readout or checkpoint, (rows * heads * triton.cdiv(width, block_p),)
+    if fold and precision is not None:
+        written = [form.kernels() for form in precision.written]
+        fold_p = power_of_two(width) if precision.needs_heads else min(FOLD_BLOCK, power_of_two(width))
+        pieces, lists = rows * heads * triton.cdiv(width, fold_p), triton.cdiv(rows, FOLD_LIST)
+        mamba2_stored_fold[(triton.cdiv(min(FOLD_PROGRAMS, pieces), lists), lists)](
+            *pointers(checkpoint), *pointers(source), ring_x, ring_b, weight, cursor, base, folds, rows, precision.key,
+            LOAD=written[0].load, STORE=written[0].store, STORE_COPY=written[-1].store, HAS_COPY=bool(readout),
+            WIDTH=width, BLOCK_P=fold_p, AGES=MIN_RECORDS, PART=min(PART, block_n), LIST=FOLD_LIST, SKIP=skips,
+            **sizes, num_warps=HEAD_WARPS if fold_p > FOLD_BLOCK else FOLD_WARPS,
+        )  # fmt: skip
     if precision is None or precision.is_read_plainly:
         mamba2_step[grid](
             source[0], x, C, ring_x, ring_b, coefficient, carry, weight, cursor, y, *x.stride(), *C.stride(),
@@ -111,16 +123,6 @@ def _run(
             *pointers(source), x, C, ring_x, coefficient, carry, cursor, y, *x.stride(), *C.stride(),
             OPENED=form.opened, DOT=form.dot, WIDTH=width, BLOCK_P=block_p, AGES=MIN_RECORDS, SKIP=skips,
             **step_sizes, num_warps=chosen.warps,
-        )  # fmt: skip
-    if fold and precision is not None:
-        written = [form.kernels() for form in precision.written]
-        block_p = power_of_two(width) if precision.needs_heads else min(FOLD_BLOCK, power_of_two(width))
-        pieces, lists = rows * heads * triton.cdiv(width, block_p), triton.cdiv(rows, FOLD_LIST)
-        mamba2_stored_fold[(triton.cdiv(min(FOLD_PROGRAMS, pieces), lists), lists)](
-            *pointers(checkpoint), *pointers(source), ring_x, ring_b, weight, cursor, base, folds, rows, precision.key,
-            LOAD=written[0].load, STORE=written[0].store, STORE_COPY=written[-1].store, HAS_COPY=bool(readout),
-            WIDTH=width, BLOCK_P=block_p, AGES=MIN_RECORDS, PART=min(PART, block_n), LIST=FOLD_LIST, SKIP=skips,
-            **sizes, num_warps=HEAD_WARPS if block_p > FOLD_BLOCK else FOLD_WARPS,
         )  # fmt: skip
     return y
 
@@ -254,6 +256,4 @@ def replay_step(
         key=state.key if isinstance(state, StoredState) else 0,
         decay_skip=float(decay_skip),
     )
-    return run_in_parts(
-        run, tokens_of, (A, D, parts, copy_parts, *rings), cursor, capacity, max_records, folds_last=True
-    )
+    return run_in_parts(run, tokens_of, (A, D, parts, copy_parts, *rings), cursor, capacity, max_records)
