@@ -23,7 +23,7 @@ from rich.markup import escape
 
 BATCHES = (1, 8, 32, 64, 128, 256, 512)
 
-console = Console(width=160)
+console = Console(width=200)
 
 
 def main(
