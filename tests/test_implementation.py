@@ -157,6 +157,7 @@ def test_caches_on_triton_are_copied_and_pickled() -> None:
 def test_a_library_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Said once, without it; what is logged holds no frame, in which a cache could live on."""
     monkeypatch.setitem(sys.modules, "fla", None)
+    monkeypatch.delitem(sys.modules, "replay_transformers.kernels.gated_delta.library", raising=False)
     implementation._import_library.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):

@@ -42,16 +42,19 @@ def philox(
     return c0, c1, c2, c3
 
 
-def state_bits(positions: torch.Tensor, heads: int, channels: int, states: int, key: int) -> torch.Tensor:
+def state_bits(
+    positions: torch.Tensor, heads: int, channels: int, states: int, key: int, first: int = 0
+) -> torch.Tensor:
     """A word per element of a batch of states, int64 ``[B, heads, channels, states]``.
 
     Args:
         positions: int64 ``[B]``, tokens that a row will have folded: another one at every flush.
         key: 64 bits; the layer's.
+        first: the place of the first of these rows in the batch.
     """
     device = positions.device
     element = torch.arange(channels * states, device=device).view(channels, states)
-    place = torch.arange(len(positions) * heads, device=device).view(-1, heads, 1, 1)
+    place = torch.arange(first * heads, (first + len(positions)) * heads, device=device).view(-1, heads, 1, 1)
     position = positions.view(-1, 1, 1, 1)
     return philox((element, place, position & LOW, position >> 32), key)[0]
 

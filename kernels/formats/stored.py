@@ -1,5 +1,6 @@
 """A batch of recurrent states in a format of more than a dtype."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from replay_transformers.kernels.formats.rounding import state_bits
 from replay_transformers.kernels.saturate import bounded
 
 __all__ = ["State", "StoredState", "readable", "refresh", "store_rows"]
+
+MOST_VALUES = 2**24  # that are encoded or decoded at once
 
 
 class StoredState:
@@ -35,7 +38,10 @@ class StoredState:
 
     def read(self) -> torch.Tensor:
         """The states in float32, in memory of their own."""
-        values = self.format.decode(self.parts, self.states)
+        rows, heads, channels = self.parts["values"].shape[:3]
+        values = torch.empty(rows, heads, channels, self.states, device=self.device)
+        for part in self._few_rows():
+            values[part] = self.format.decode({name: one[part] for name, one in self.parts.items()}, self.states)
         return values.transpose(-1, -2) if self.transposed else values
 
     def write(self, values: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None = None) -> None:
@@ -46,16 +52,24 @@ class StoredState:
             rows: bool ``[B]``; the other rows keep their bytes. None: all.
         """
         with torch.no_grad():
-            values = (values.transpose(-1, -2) if self.transposed else values).to(torch.float32)
-            _, heads, channels, states = values.shape
-            bits = None
-            if self.format.is_stochastic:
-                bits = state_bits(positions, heads, channels, states, self.key)
-            for name, part in self.format.encode(values, bits).items():
-                kept = self.parts[name]
-                if rows is not None:
-                    part = torch.where(rows.view(-1, *[1] * (part.ndim - 1)), part, kept)
-                kept.copy_(part)
+            values = values.transpose(-1, -2) if self.transposed else values
+            heads, channels, states = values.shape[1:]
+            for part in self._few_rows():
+                bits = None
+                if self.format.is_stochastic:
+                    bits = state_bits(positions[part], heads, channels, states, self.key, part.start)
+                for name, encoded in self.format.encode(values[part].to(torch.float32), bits).items():
+                    kept = self.parts[name][part]
+                    if rows is not None:
+                        encoded = torch.where(rows[part].view(-1, *[1] * (encoded.ndim - 1)), encoded, kept)
+                    kept.copy_(encoded)
+
+    def _few_rows(self) -> Iterator[slice]:
+        """Parts of the batch: what is between a state and its parts takes many times the memory of a state."""
+        rows, heads, channels = self.parts["values"].shape[:3]
+        count = max(1, MOST_VALUES // (heads * channels * self.states))
+        for start in range(0, rows, count):
+            yield slice(start, min(start + count, rows))
 
     def with_parts(self, parts: dict[str, torch.Tensor]) -> "StoredState":
         """The same with other tensors."""

@@ -165,7 +165,12 @@ class SnapshotRows(ReplayRows):
 
     def _buffers(self) -> list[torch.Tensor]:
         cursor = self.cache.cursor
-        layers = [buffer for layer in self.cache.replay_layers for buffer in (layer.checkpoint, layer.conv_ring)]
+        layers = [
+            buffer
+            for layer in self.cache.replay_layers
+            for name, buffer in layer.buffers().items()
+            if name == "conv_ring" or name.split(".")[0] in ("checkpoint", "readout")
+        ]
         return [*cursor.tensors(), cursor.early, *layers]
 
 

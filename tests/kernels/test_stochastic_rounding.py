@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from replay_transformers.kernels.formats import FORMATS, StoredState
+from replay_transformers.kernels.formats import stored as stored_states
 from replay_transformers.kernels.formats.rounding import philox, round_stochastically, state_bits
 from tests.kernels.test_formats import EVERY_SHAPE, STOCHASTIC_FORMAT, magnitudes, random_bits
 
@@ -185,3 +186,19 @@ def test_a_transposed_state_has_a_scale_per_value_channel_all_the_same(name: str
     turned.write(values.transpose(-1, -2), positions)
     assert all(torch.equal(part, turned.parts[name]) for name, part in straight.parts.items())
     assert torch.equal(turned.read(), straight.read().transpose(-1, -2))
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_sr", "float16_sr", "nvfp4"])
+def test_a_few_rows_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bytes and values as all at once, and rows that are left out keep theirs."""
+    values, positions = torch.randn(5, 2, 8, 16), torch.arange(5) * 7
+    chosen = torch.tensor([True, False, True, True, False])
+    results = []
+    for most in (stored_states.MOST_VALUES, 2 * 2 * 8 * 16, 1):
+        monkeypatch.setattr(stored_states, "MOST_VALUES", most)
+        parts = {n: torch.ones(5, 2, *shape).to(dtype) for n, (shape, dtype) in FORMATS[name].parts(8, 16).items()}
+        state = StoredState(FORMATS[name], parts, 16, key=3)
+        state.write(values, positions, chosen)
+        results.append([*state.parts.values(), state.read()])
+    assert all(torch.equal(one, other) for one, other in zip(results[0], results[1], strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(results[0], results[2], strict=True))

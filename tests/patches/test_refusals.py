@@ -33,12 +33,6 @@ def test_bad_cache_config(settings: Any, message: str) -> None:
         _generate(build_qwen3_5(), cache_implementation="replay", cache_config=settings)
 
 
-@pytest.mark.parametrize("setting", [{"readout": "fp8"}, {"decay_skip": 0.1}, {"checkpoint": "nvfp4"}])
-def test_settings_that_are_not_supported_yet(setting: dict[str, Any]) -> None:
-    with pytest.raises(NotImplementedError, match=next(iter(setting))):
-        _generate(build_qwen3_5(), cache_implementation="replay", cache_config=setting)
-
-
 def test_cache_config_beside_a_cache_object() -> None:
     model = build_qwen3_5()
     cache = rt.ReplayCache(model.config)
