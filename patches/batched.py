@@ -19,6 +19,7 @@ from replay_transformers.generation.loop import Kept, Loop
 from replay_transformers.generation.processing import check_processors
 from replay_transformers.generation.rows import Rows
 from replay_transformers.geometry import FAMILIES, text_config
+from replay_transformers.patches.agreement import agreement
 from replay_transformers.patches.drafts import DFLASH, uses_mtp
 from replay_transformers.patches.mtp import head_of
 from replay_transformers.patches.row_models import AttentionRows, ReplayRows, TargetRows, first_of
@@ -98,6 +99,7 @@ def generate_in_rows(
         logits=Kept() if config.return_dict_in_generate and config.output_logits else None,
         put=None if streamer is None else streamer.put,
         shown=rows.prompt,
+        agree=agreement(model),
     )
     recording = cache.cursor.recording
     try:

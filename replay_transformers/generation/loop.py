@@ -80,6 +80,7 @@ class Loop:
         put: called with int64 ``[B, n]`` host tensors of tokens that all rows have (finished ones: padding).
         shown: tokens of a row that it has been called with, or that need not be.
         clock: seconds.
+        agree: where processes share the model, overwrites tensors with those of the first one.
     """
 
     target: Target
@@ -94,6 +95,10 @@ class Loop:
     put: Callable[[torch.Tensor], None] | None = None
     shown: int = 0
     clock: Callable[[], float] = time.perf_counter
+    agree: Callable[..., None] | None = None
+    _seconds: float = field(default=0.0, init=False)  # that the last round took
+    # a round whose time is not agreed on yet
+    _unobserved: tuple[int, int, int, int, int] | None = field(default=None, init=False)
     _heard: float = field(default=0.0, init=False)  # when the last round's outcome was
 
     def run(self, rows: Rows) -> None:
@@ -142,7 +147,7 @@ class Loop:
 
     def goes_ahead(self, rows: Rows) -> bool:
         """Whether a round can begin before the host knows how the last one ended."""
-        is_sent = self.target.is_fixed and rows.ids.device.type == AHEAD_ON
+        is_sent = self.target.is_fixed and rows.ids.device.type == AHEAD_ON and self.agree is None
         is_kept = self.put is not None or self.scores is not None or self.logits is not None
         return is_sent and not is_kept and not needs_ids(self.processors) and end_on_the_device(self.criteria)
 
@@ -152,7 +157,8 @@ class Loop:
         logits = self.target.forward(torch.cat([rows.last(), draft.tokens], dim=1))
         accepted, added = self._take(rows, draft, logits)
         facts = (active, draft.counts > 0, accepted.drafts, accepted.drafts < draft.counts)
-        answer = rows.ask(*(active * fact.to(torch.int64) for fact in facts))
+        took = torch.full_like(rows.lengths, int(1e6 * self._seconds))
+        answer = rows.ask(*(active * fact.to(torch.int64) for fact in facts), took, agree=self.agree)
         if not goes_ahead:
             rows.hear(answer)
         self.target.reject(drafted + 1 - added, rows.longest - 1)
@@ -161,10 +167,18 @@ class Loop:
 
     def _learn(self, rows: Rows, drafted: int, answer: Answer) -> None:
         """From what came of a round."""
-        active, proposing, drafts, rejected = map(sum, rows.hear(answer))
+        *facts, took = rows.hear(answer)
+        active, proposing, drafts, rejected = map(sum, facts)
+        told = drafted, active, proposing, drafts, rejected
         self._show(rows)
         started, self._heard = self._heard, self.clock()
-        self.length.observe(drafted, active, proposing, drafts, rejected, self._heard - started)
+        self._seconds = self._heard - started
+        if self.agree is None:
+            self.length.observe(*told, self._seconds)
+            return
+        if self._unobserved is not None:
+            self.length.observe(*self._unobserved, 1e-6 * took[0])
+        self._unobserved = told
 
     def _draft(self, rows: Rows) -> Draft:
         """What is proposed in this round, no more than fits behind the rows."""
@@ -179,6 +193,8 @@ class Loop:
         if length < 1 or left < 1:
             return no_draft(rows)
         draft = self.drafter.draft(rows, length)
+        if self.agree is not None:
+            self.agree(draft.tokens, draft.counts)
         draft.counts = draft.counts.minimum(self.max_length - 1 - rows.lengths).clamp(min=0) * rows.active
         return draft
 
@@ -192,7 +208,11 @@ class Loop:
             logits = logits.to(torch.float32, copy=True)  # the next forward may write over what a graph returned
         scores = process(self.processors, rows, draft.tokens, logits, draft.counts)
         accepted = self.choose(rows, draft, scores)
+        if self.agree is not None:
+            self.agree(accepted.tokens, accepted.drafts)
         added, ended = stops(self.criteria, rows, accepted.tokens, accepted.drafts + 1)
+        if self.agree is not None:
+            self.agree(added, ended)
         added = added * rows.active
         rows.append(accepted.tokens, added)
         rows.active = rows.active & ~ended

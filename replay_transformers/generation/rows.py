@@ -1,5 +1,6 @@
 """The sequences of a batch whose rows grow by different numbers of tokens."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -120,10 +121,17 @@ class Rows:
         kept = torch.where(order < counts[:, None], tokens, self.ids.gather(1, places))
         return self.ids.scatter(1, places, kept)
 
-    def ask(self, *more: torch.Tensor) -> Answer:
-        """Send lengths and activity to the host, with more int64 ``[B]`` tensors, in one transfer."""
+    def ask(self, *more: torch.Tensor, agree: Callable[..., None] | None = None) -> Answer:
+        """Send lengths and activity to the host, with more int64 ``[B]`` tensors, in one transfer.
+
+        Args:
+            agree: overwrites what is sent with what another process sends.
+        """
         grown, self._unasked = self._unasked, 0
-        return Answer(torch.stack([self.lengths, self.active.to(torch.int64), *more]), grown)
+        values = torch.stack([self.lengths, self.active.to(torch.int64), *more])
+        if agree is not None:
+            agree(values)
+        return Answer(values, grown)
 
     def hear(self, answer: Answer) -> list[list[int]]:
         """Take note of what was asked for: what came with lengths and activity. Answers are heard in their order.
