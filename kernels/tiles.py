@@ -3,7 +3,16 @@
 import triton
 import triton.language as tl
 
-__all__ = ["MIN_RECORDS", "RECORDS", "cut_product", "exact_product", "rank_of_due", "record_slot", "saturated"]
+__all__ = [
+    "MIN_RECORDS",
+    "RECORDS",
+    "cut_product",
+    "exact_product",
+    "piece_of_due",
+    "rank_of_due",
+    "record_slot",
+    "saturated",
+]
 
 
 MIN_RECORDS = 16  # records are read in blocks of so many
@@ -22,6 +31,13 @@ def rank_of_due(folds, listed, rows):
     """1, 2, 3 and so on for those of the ``listed`` rows that are due, 0 for the others."""
     due = tl.load(folds + listed, mask=listed < rows, other=0) > 0
     return tl.where(due, tl.cumsum(due.to(tl.int32), 0), 0)
+
+
+@triton.jit
+def piece_of_due(piece, rank, listed, HEADS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr):
+    """Row (int64), head and first channel of a piece of the states of the rows that are due, TILES blocks per head."""
+    row = tl.sum(tl.where(rank == piece // (HEADS * TILES) + 1, listed, 0), 0).to(tl.int64)
+    return row, piece // TILES % HEADS, piece % TILES * BLOCK
 
 
 @triton.jit

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from typer import Typer
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 pytest.importorskip("triton")
 
@@ -21,8 +20,8 @@ from scripts.benchmarks.speculative_cells import Cell, Settings, all_cells, defa
 from scripts.benchmarks.speculative_loop import KnownText, SnapshotRows, copy_all
 from scripts.benchmarks.speculative_tables import REAL_COLUMNS, SPECULATIVE_COLUMNS, real_rows, speculative_rows
 from scripts.benchmarks.weights import build_model
+from tests.support.scripts import runner
 
-SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 PRESETS = load_presets()
 TINY = [name for name, preset in PRESETS.items() if preset.is_tiny]
 SETTINGS = Settings(prompt=5, new_tokens=6, warm=2, checked=6, window=3, tolerance=1e-3)
@@ -30,17 +29,7 @@ SETTINGS = Settings(prompt=5, new_tokens=6, warm=2, checked=6, window=3, toleran
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-
-    def run(script: str, *arguments: str) -> Result:
-        app = Typer()
-        app.command()(__import__(script).main)
-        result = CliRunner().invoke(app, list(arguments))
-        if result.exception is not None and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        return result
-
-    return run
+    return runner(monkeypatch)
 
 
 def tiny(name: str) -> Any:

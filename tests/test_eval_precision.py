@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from typer import Typer
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 import replay_transformers as rt
 from replay_transformers.cli.loading import Loaded
@@ -28,8 +27,8 @@ from scripts.benchmarks.precision_tables import (
     synthetic_rows,
 )
 from tests.support.models import FAMILIES, build_nemotron_h, build_qwen3_5, cached_forward, prompt
+from tests.support.scripts import runner
 
-SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 SMALL = {
     "qwen3_5": lambda: build_qwen3_5(["linear_attention", "full_attention"]),
     "nemotron_h": lambda: build_nemotron_h("M*"),
@@ -38,17 +37,7 @@ SMALL = {
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-
-    def run(script: str, *arguments: str) -> Result:
-        app = Typer()
-        app.command()(__import__(script).main)
-        result = CliRunner().invoke(app, list(arguments))
-        if result.exception is not None and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        return result
-
-    return run
+    return runner(monkeypatch)
 
 
 def run_of(rows: int, length: int, tokens: int = 6, backend: str = "none", impl: str = "auto") -> Run:

@@ -11,7 +11,7 @@ import triton.language as tl
 from replay_transformers.kernels.gated_delta.fold import SOLUTION, advanced
 from replay_transformers.kernels.gated_delta.read import halves, product
 from replay_transformers.kernels.gated_delta.step import deltas_of_records, finish, rows_of_factors
-from replay_transformers.kernels.tiles import RECORDS, rank_of_due
+from replay_transformers.kernels.tiles import RECORDS, piece_of_due, rank_of_due
 
 __all__ = ["gated_delta_stored_fold", "gated_delta_stored_step"]
 
@@ -95,8 +95,7 @@ def gated_delta_stored_fold(
     rank = rank_of_due(folds, listed, rows)
     pieces = tl.max(rank, 0) * (HEADS * tiles)
     for piece in tl.range(tl.program_id(0), pieces, tl.num_programs(0)):
-        row = tl.sum(tl.where(rank == piece // (HEADS * tiles) + 1, listed, 0), 0).to(tl.int64)
-        head, first = piece // tiles % HEADS, piece % tiles * BLOCK_V
+        row, head, first = piece_of_due(piece, rank, listed, HEADS, tiles, BLOCK_V)
         row_head = row * HEADS + head
         start, count = tl.load(cursor + row * 3), tl.load(cursor + row * 3 + 2)
         keys = ring_k + (row * (HEADS // GROUP) + head // GROUP) * (CAPACITY * STATES)

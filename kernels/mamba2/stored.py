@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from replay_transformers.kernels.mamba2.step import change_of_states, of_records
-from replay_transformers.kernels.tiles import rank_of_due
+from replay_transformers.kernels.tiles import piece_of_due, rank_of_due
 
 __all__ = ["mamba2_stored_fold", "mamba2_stored_step"]
 
@@ -65,8 +65,7 @@ def mamba2_stored_fold(
     rank = rank_of_due(folds, listed, rows)
     pieces = tl.max(rank, 0) * (HEADS * tiles)
     for piece in tl.range(tl.program_id(0), pieces, tl.num_programs(0)):
-        row = tl.sum(tl.where(rank == piece // (HEADS * tiles) + 1, listed, 0), 0).to(tl.int64)
-        head, first = piece // tiles % HEADS, piece % tiles * BLOCK_P
+        row, head, first = piece_of_due(piece, rank, listed, HEADS, tiles, BLOCK_P)
         row_head = row * HEADS + head
         start, count = tl.load(cursor + row * 3), tl.load(cursor + row * 3 + 2)
         records = ring_x + (row_head * (CAPACITY * WIDTH) + first)
