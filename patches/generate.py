@@ -183,7 +183,10 @@ def _borrow(
         )
     # an assistant's cache is lent to the call that drafts with it, for all its rounds
     call = settings.call(outer=generation_config.is_assistant)
-    replay_config = ReplayConfig.from_dict(generation_config.cache_config)
+    asked = generation_config.cache_config
+    replay_config = ReplayConfig.from_dict(asked)
+    if call.drafts is None and not generation_config.return_dict_in_generate and "max_draft" not in (asked or {}):
+        replay_config = dataclasses.replace(replay_config, max_draft=0)  # nobody can take a token back
     if call.drafts is not None and call.drafts + _spare(rows) > replay_config.max_draft:
         replay_config = dataclasses.replace(replay_config, max_draft=call.drafts + _spare(rows))
     return borrow(model, settings, call, replay_config, rows, max_cache_len)

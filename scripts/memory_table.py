@@ -4,6 +4,7 @@ Asks the package: caches of one row are built on the device "meta", in the shape
 measured and no memory is taken. docs/memory.md is what this prints.
 """
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,8 +35,9 @@ What a sequence takes in a cache, by the precision of its state: `python scripts
 builds caches of one row on the device "meta" from the configurations of released models and asks them
 (`memory_footprint()`); nothing here was measured on a GPU.
 
-All figures are MiB per sequence, over all state-space layers, with bfloat16 activations and the default `window`
-{window} and `max_draft` {max_draft}. *copy* is what `readout=` adds. *Read* and *written per step* are state and
+All figures are MiB per sequence, over all state-space layers, with bfloat16 activations, `window` {window} and `max_draft`
+0, as `generate` builds caches for calls without a drafter. With `max_draft` {max_draft}, which caches of your own have by
+default, rings take {rings:.1f} and the convolution {convolution:.1f} times as much. *copy* is what `readout=` adds. *Read* and *written per step* are state and
 records of a step that does not flush, half-way through the window, without the convolution's inputs; one step in
 {window} also reads the checkpoint, and writes it and the copy. Stock reads and writes its whole state at every step.
 Attention's keys and values come on top, the same for every row of a table.
@@ -59,16 +61,19 @@ def main(
 def page(presets: list[Preset], precisions: list[Setting]) -> str:
     """The text of docs/memory.md."""
     config = rt.ReplayConfig()
-    sections = [OPENING.format(window=config.window, max_draft=config.max_draft)]
+    small, large = (footprint(presets[0], Setting("float32"), max_draft=count) for count in (0, config.max_draft))
+    more = {name: large[kind] / small[kind] for name, kind in (("rings", "ring"), ("convolution", "convolution"))}
+    sections = [OPENING.format(window=config.window, max_draft=config.max_draft, **more)]
     for preset in presets:
         rows = [*stock_rows(preset), *replay_rows(preset, precisions)]
         sections.append(f"## {preset.name}\n\n{introduction(preset)}\n\n{as_markdown(COLUMNS, rows)}\n")
     return "\n".join(sections)
 
 
-def footprint(preset: Preset, precision: Setting, length: int = SHORT) -> dict[str, int]:
+def footprint(preset: Preset, precision: Setting, length: int = SHORT, max_draft: int = 0) -> dict[str, int]:
     """Bytes by kind of a cache of one row."""
-    cache = rt.ReplayCache(preset.config(), precision.config("auto"), max_cache_len=length)
+    config = dataclasses.replace(precision.config("auto"), max_draft=max_draft)
+    cache = rt.ReplayCache(preset.config(), config, max_cache_len=length)
     cache.allocate(1, ACTIVATIONS, torch.device("meta"))
     return cache.memory_footprint()
 

@@ -208,7 +208,7 @@ def test_memory_footprint(family: str, fixed: bool) -> None:
 
     geometry = cache.replay_layers[0].geometry
     states = len(cache.replay_layers) * 2 * geometry.heads * geometry.head_dim * geometry.state_dim
-    slots = cache.replay_config.capacity + geometry.conv_kernel - 1
+    slots = geometry.conv_kernel - 1 + 3 + 4  # before what can be rejected, that, and a forward
     assert footprint["checkpoint"] == 4 * states
     assert footprint["convolution"] == 4 * len(cache.replay_layers) * 2 * slots * geometry.conv_dim
     # 20 tokens, a rejected forward of 4 behind them, in eights

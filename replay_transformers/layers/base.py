@@ -187,8 +187,7 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
     def allocate(self, rows: int, dtype: torch.dtype, device: torch.device) -> None:
         """Make all buffers for ``rows`` rows of activations in ``dtype``; otherwise the first forward does."""
         geometry, slots = self.geometry, self.config.capacity
-        conv_slots = slots + geometry.conv_kernel - 1
-        self.conv_ring = allocate((rows, conv_slots, geometry.conv_dim), dtype, device)
+        self.conv_ring = allocate((rows, self._conv_slots(), geometry.conv_dim), dtype, device)
         self.checkpoint = self._allocate_state(self.config.checkpoint, rows, device)
         self.readout = None
         if self.config.readout is not None:
@@ -197,6 +196,10 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
             name: allocate((rows, heads, slots, *width), ring_dtype, device)
             for name, (heads, width, ring_dtype) in self._ring_shapes(dtype).items()
         }
+
+    def _conv_slots(self) -> int:
+        """Inputs that a forward may still need: those before the first token that can be rejected, and its own."""
+        return self.geometry.conv_kernel - 1 + self.config.max_draft + self.config.max_step
 
     def _allocate_state(self, name: str, rows: int, device: torch.device) -> State:
         form, heads = FORMATS[name], self.geometry.heads

@@ -68,8 +68,8 @@ def test_positions_may_be_beyond_32_bits(family: str, phase: int) -> None:
     """Fault: position arithmetic in 32 bits picks other slots once a sequence, or an offset, is long enough."""
     model = model_for(family)
     cache, _ = at_phase(model, phase, rows=2, max_draft=5)
-    slots = cache.replay_config.capacity
-    rounds = math.lcm(slots, slots + 3)  # the convolution's ring is 3 longer: every slot stays where it was
+    slots, inputs = cache.replay_config.capacity, cache.replay_layers[0].conv_ring.shape[1]
+    rounds = math.lcm(slots, inputs)  # every slot of both rings stays where it was
     far = cache.fork()
     far.cursor.base.add_(torch.tensor([2**31 // rounds, 2**33 // rounds]) * rounds)
     for number, rejected in enumerate([0, 5, 2, 1, 5, 0, 3, 4]):  # around every ring more than twice
