@@ -35,12 +35,13 @@ What a sequence takes in a cache, by the precision of its state: `python scripts
 builds caches of one row on the device "meta" from the configurations of released models and asks them
 (`memory_footprint()`); nothing here was measured on a GPU.
 
-All figures are MiB per sequence, over all state-space layers, with bfloat16 activations, `window` {window} and `max_draft`
-0, as `generate` builds caches for calls without a drafter. With `max_draft` {max_draft}, which caches of your own have by
-default, rings take {rings:.1f} and the convolution {convolution:.1f} times as much. *copy* is what `readout=` adds. *Read* and *written per step* are state and
-records of a step that does not flush, half-way through the window, without the convolution's inputs; one step in
-{window} also reads the checkpoint, and writes it and the copy. Stock reads and writes its whole state at every step.
-Attention's keys and values come on top, the same for every row of a table.
+All figures are MiB per sequence, over all state-space layers, with bfloat16 activations, `window` {window} and
+`max_draft` 0, as `generate` builds caches for calls without a drafter. With `max_draft` {max_draft}, which caches of
+your own have by default, rings take {rings:.1f} and the convolution {convolution:.1f} times as much. *copy* is what
+`readout=` adds. *Read* and *written per step* are state and records of a step that does not flush, half-way through the
+window, without the convolution's inputs; one step in {window} also reads the checkpoint, and writes it and the copy.
+Stock reads and writes its whole state at every step. Attention's keys and values come on top, the same for every row of
+a table.
 """
 
 

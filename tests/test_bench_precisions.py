@@ -289,7 +289,7 @@ def test_figures_of_memory_are_those_of_caches_in_use(
     runner(monkeypatch)
     script, preset = import_module("memory_table"), PRESETS[name]
     model, _ = build_model(preset, "cpu", weight_bytes=2**30, dtype=torch.bfloat16)
-    ids, cache = torch.tensor([[1, 2, 3]]), rt.ReplayCache(model.config, rt.ReplayConfig(readout="fp8"))
+    ids, cache = torch.tensor([[1, 2, 3]]), rt.ReplayCache(model.config, rt.ReplayConfig(readout="fp8", max_draft=0))
     with torch.no_grad():
         stock = model(ids, use_cache=True).past_key_values
         model(ids, **{CACHE_ARGUMENT: cache})
