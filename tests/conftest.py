@@ -17,6 +17,7 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
+from torch.utils._device import _device_constructors
 
 from tests import poison
 
@@ -30,6 +31,9 @@ if not torch.cuda.is_available():
 hypothesis.settings.register_profile("here", deadline=None, print_blob=True)
 hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "here")
+
+# `with torch.device(...)` remembers torch.empty and its relatives at its first use: now, before they are poisoned.
+_device_constructors()
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 

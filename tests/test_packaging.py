@@ -18,6 +18,8 @@ ROOT = Path(__file__).parents[1]
 IMPORT_NAMES = {"replay_transformers": "replay_transformers", "kernels": "replay_transformers/kernels"}
 IMPORT_NAMES["patches"] = "replay_transformers/patches"
 SAMPLE_MODELS = ("qwen3_5", "nemotron_h")
+# a namespace of optimum's, in which its command line looks for commands; importing them takes optimum
+OPTIMUM_FOLDER, OPTIMUM_TARGET = "replay_transformers/optimum_commands", "optimum/commands/register"
 
 pytestmark = pytest.mark.xdist_group("packaging")  # one process builds the wheel, once
 
@@ -55,12 +57,12 @@ def modules() -> dict[str, str]:
             inside = file.relative_to(ROOT / folder)
             if not any(part.startswith((".", "__pycache__")) for part in inside.parts):
                 found[f"{folder}/{inside.as_posix()}"] = f"{target}/{inside.as_posix()}"
-    return found
+    return {file: target.replace(OPTIMUM_FOLDER, OPTIMUM_TARGET) for file, target in found.items()}
 
 
 def import_names() -> list[str]:
     """What to import to see the whole package; importing a __main__ would run it."""
-    names = [file.removesuffix(".py").replace("/", ".") for file in modules().values()]
+    names = [file.removesuffix(".py").replace("/", ".") for file in modules().values() if "optimum/" not in file]
     return [name.removesuffix(".__init__") for name in names if not name.endswith(".__main__")]
 
 
@@ -119,7 +121,7 @@ def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_setup_cfg_lists_every_package() -> None:
-    folders = {Path(file).parent for file in modules().values()}
+    folders = {Path(target).parent for target in modules().values()}
     expected = {".".join(folder.parts) for folder in folders}
     listed = set(SETUP["options"]["packages"].split())
     assert listed == expected, f"packages in setup.cfg: {sorted(expected - listed)} missing, {listed - expected} gone"
@@ -133,7 +135,15 @@ def test_kernels_and_patches_are_no_packages_of_their_own() -> None:
 def test_wheel_top_level(wheel_names: set[str]) -> None:
     version = SETUP["metadata"]["version"]
     top = {name.split("/")[0] for name in wheel_names}
-    assert top == {"replay_transformers", f"replay_transformers-{version}.dist-info"}
+    assert top == {"replay_transformers", f"replay_transformers-{version}.dist-info", "optimum"}
+
+
+def test_wheel_adds_one_file_to_the_namespace_of_optimum(wheel_names: set[str]) -> None:
+    """An __init__.py there would hide optimum's own modules, and a file of optimum's would be lost by uninstalling."""
+    assert {name for name in wheel_names if name.startswith("optimum")} == {f"{OPTIMUM_TARGET}/register_replay.py"}
+    assert not (ROOT / OPTIMUM_FOLDER / "__init__.py").exists()
+    importing = [file for file in modules() if "from optimum" in (ROOT / file).read_text()]
+    assert importing == [f"{OPTIMUM_FOLDER}/register_replay.py"]
 
 
 def test_wheel_holds_every_module(wheel_names: set[str]) -> None:
@@ -190,6 +200,40 @@ def test_import_installed_by_pip(mode: str, source: Path, tmp_path: Path) -> Non
     done = python(code, tmp_path, executable=interpreter, editable=True)
     assert done.stdout.split()[-1] == SETUP["metadata"]["version"]
     assert interpreter.with_name("replay-transformers").exists()
+
+
+STAND_IN = """
+import importlib, importlib.util
+import optimum.commands.base
+spec = importlib.util.find_spec("optimum.commands.register")
+files = [] if spec is None else [importlib.import_module("optimum.commands.register.register_replay").__file__]
+print(len(files))
+"""
+
+
+def make_library_called_optimum(folder: Path) -> None:
+    """A stand-in for optimum, as it is laid out: no __init__.py, and no folder for other packages' commands."""
+    commands = folder / "optimum" / "commands"
+    commands.mkdir(parents=True)
+    (commands / "base.py").write_text("class BaseOptimumCLICommand: ...\ndef CommandInfo(**fields): return fields\n")
+
+
+def test_optimum_survives_installing_and_uninstalling(wheel: Path, tmp_path: Path) -> None:
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    interpreter, site = venv / "bin" / "python", next(venv.glob("lib/python*/site-packages"))
+    make_library_called_optimum(site)
+    before = sorted(path for path in site.rglob("*") if "__pycache__" not in path.parts)
+    pip("--python", interpreter, "install", "--no-deps", "--no-index", wheel)
+    assert python(STAND_IN, tmp_path, executable=interpreter).stdout.strip() == "1"
+    pip("--python", interpreter, "uninstall", "--yes", "replay-transformers")
+    assert python(STAND_IN, tmp_path, executable=interpreter).stdout.strip() == "0"
+    assert sorted(path for path in site.rglob("*") if "__pycache__" not in path.parts) == before
+
+
+def test_import_works_without_optimum() -> None:
+    hidden = "sys.modules['optimum'] = None\n"
+    python(hidden + IMPORTS.format(modules=import_names(), where=str(ROOT)), ROOT)
 
 
 @pytest.mark.slow

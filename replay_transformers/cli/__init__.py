@@ -1,4 +1,4 @@
-"""The command line: `replay-transformers demo`, `replay-transformers generate MODEL`."""
+"""The command line: `replay-transformers demo`, `... generate MODEL` and `... check MODEL`."""
 
 from replay_transformers.cli.app import main
 

@@ -10,6 +10,7 @@ import transformers
 import typer
 
 import replay_transformers as rt
+from replay_transformers.cli.check import Question, check_model
 from replay_transformers.cli.compare import Settings
 from replay_transformers.cli.loading import Loaded, load, looks_local
 from replay_transformers.cli.screen import Screen
@@ -173,3 +174,43 @@ def generate(
             loaded = load(source, dtype.value, device)
         screen.compare(loaded, prompt, settings)
     screen.finish()
+
+
+@app.command()
+def check(
+    model: Annotated[str, typer.Argument(help="A folder, a sample model's name, or a name on the Hugging Face hub.")],
+    checkpoint: Annotated[str, typer.Option(help="Precision of the state.")] = "float32",
+    readout: Annotated[str | None, typer.Option(help="Precision of a separate copy that steps read.")] = None,
+    window: Window = 16,
+    max_draft: Annotated[int, typer.Option(min=0, help="How many of the last tokens can be rejected.")] = 8,
+    decay_skip: Annotated[float, typer.Option(help="Heads that scale their state by less do not read it.")] = 0.0,
+    length: Annotated[int, typer.Option(min=1, help="Tokens per sequence that attention holds.")] = 2048,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt among them, fed in one forward.")] = 512,
+    dtype: Annotated[DtypeName | None, typer.Option(help="Of weights and activations; by default the model's.")] = None,
+    device_map: Annotated[
+        str | None, typer.Option(help="auto, cpu, cuda, ...; by default one device, a GPU if there is one.")
+    ] = None,
+    memory: Annotated[
+        float | None, typer.Option(min=0, help="GiB of each device; by default what is free on the GPU.")
+    ] = None,
+    only_json: OnlyJson = False,
+) -> None:
+    """Say what a replay cache would do with a model, layer by layer, and which batch fits, without its weights.
+
+    Reads the configuration alone. Exits with 1 if the model is refused, and with 2 if the question makes no sense.
+    """
+    settings = {"checkpoint": checkpoint, "readout": readout, "window": window, "max_draft": max_draft}
+    question = Question(
+        source=sample_model(model) if model in SAMPLE_MODELS and not looks_local(model) else model,
+        settings={**settings, "decay_skip": decay_skip},
+        length=length,
+        prompt=prompt,
+        dtype=None if dtype is None else dtype.value,
+        device_map=device_map,
+        memory=None if memory is None else int(memory * 2**30),
+    )
+    screen = Screen(only_json=only_json)
+    with screen.errors():
+        with screen.loading(question.source):
+            found = check_model(question)
+        screen.show_check(found)

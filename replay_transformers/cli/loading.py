@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from replay_transformers.geometry import layer_geometries
 
-__all__ = ["DTYPES", "CommandError", "Loaded", "load", "looks_local"]
+__all__ = ["DTYPES", "CommandError", "Loaded", "first_line", "load", "looks_local"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -63,7 +63,7 @@ def load(source: str | Path, dtype: str, device: str | None) -> Loaded:
         tokenizer = AutoTokenizer.from_pretrained(source)
         model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype])
     except (OSError, ValueError, KeyError, ImportError, NotImplementedError, RuntimeError, SafetensorError) as error:
-        raise CommandError(f"cannot load {str(source)!r}: {_first_line(error)}") from error
+        raise CommandError(f"cannot load {str(source)!r}: {first_line(error)}") from error
     if len(tokenizer) == 0:
         raise CommandError(f"there is no tokenizer in {str(source)!r}")
     return Loaded(folder.resolve().name if folder.is_dir() else str(source), model.to(place).eval(), tokenizer)
@@ -83,10 +83,11 @@ def _device(device: str | None) -> torch.device:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise CommandError(f"cannot use device {device!r}: {_first_line(error)}") from error
+        raise CommandError(f"cannot use device {device!r}: {first_line(error)}") from error
     return torch.device(device)
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type if there is none."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__

@@ -15,6 +15,8 @@ from rich.text import Text
 from transformers import TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
+from replay_transformers.cli.check import Check
+from replay_transformers.cli.check_report import check_as_json, check_as_text
 from replay_transformers.cli.compare import Comparison, Settings, compare
 from replay_transformers.cli.loading import CommandError, Loaded, looks_local
 from replay_transformers.cli.report import as_json, as_table, verdict
@@ -148,6 +150,15 @@ class Screen:
             self.out.print(speculation_as_table(found))
             self.out.print(speculation_verdict(found), soft_wrap=True)
             self.out.print()
+
+    def show_check(self, found: Check) -> None:
+        """Print what a check found; exit with 1 if the model is refused."""
+        if self.only_json:
+            typer.echo(json.dumps(check_as_json(found), indent=2))
+        else:
+            self.out.print(check_as_text(found), soft_wrap=True)
+        if found.is_refused:
+            raise typer.Exit(1)
 
     def finish(self) -> None:
         """Print the JSON if it is wanted; exit with 1 if tokens differ where they must not."""

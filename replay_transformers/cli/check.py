@@ -1,0 +1,249 @@
+"""What a replay cache would do with a model, from its configuration alone: nothing of the weights is loaded."""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+import replay_transformers as rt
+from replay_transformers.cli.check_memory import (
+    Load,
+    Peak,
+    layer_footprints,
+    meta_cache,
+    predict_peak,
+    uses_library,
+    weight_bytes,
+)
+from replay_transformers.cli.check_places import Places, largest_batch, place_model
+from replay_transformers.cli.loading import DTYPES, CommandError, first_line, looks_local
+from replay_transformers.config import MOST_RECORDS
+from replay_transformers.cursor import WRITE_THROUGH_BYTES
+from replay_transformers.geometry import LayerGeometry, text_config
+from replay_transformers.implementation import LIBRARIES, OLDEST_TRITON, _installed_triton
+from replay_transformers.patches.drafts import check_drafter
+from replay_transformers.patches.mtp import mtp_layers
+
+__all__ = ["NOTE", "NO_GAIN", "REFUSED", "Check", "Finding", "Question", "check_model"]
+
+REFUSED, NO_GAIN, NOTE = "refused", "no gain", "note"
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked.
+
+    Args:
+        source: a folder or a name on the hub.
+        settings: fields of `ReplayConfig`.
+        length: tokens that attention holds. prompt: tokens of the prompt.
+        dtype: a key of `DTYPES`, or None for the configuration's own.
+        device_map: "auto", a device, or None for a GPU if there is one.
+        memory: bytes of each device, or None for what is free on a GPU.
+    """
+
+    source: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    length: int = 2048
+    prompt: int = 512
+    dtype: str | None = None
+    device_map: str | None = None
+    memory: int | None = None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something to know; ``level`` is "refused", "no gain" or "note"."""
+
+    level: str
+    text: str
+
+
+@dataclass
+class Check:
+    """What was found. Of a model that is refused, the cache and all that follows from it are empty."""
+
+    question: Question
+    model_class: str
+    dtype: torch.dtype
+    weights: int
+    findings: list[Finding]
+    geometries: list[LayerGeometry] = field(default_factory=list)
+    footprints: list[dict[str, int]] = field(default_factory=list)
+    places: Places | None = None
+    batch: int | None = None
+    peak: Peak | None = None
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether `generate` would raise."""
+        return any(finding.level == REFUSED for finding in self.findings)
+
+    @property
+    def per_sequence(self) -> dict[str, int]:
+        """Bytes of one sequence in the cache by kind, over all layers."""
+        kinds = self.footprints[0] if self.footprints else {}
+        return {kind: sum(layer[kind] for layer in self.footprints) for kind in kinds}
+
+
+def check_model(question: Question) -> Check:
+    """Find out.
+
+    Raises:
+        CommandError: a configuration that cannot be read, or settings out of range.
+    """
+    if question.prompt > question.length:
+        raise CommandError(f"a prompt of {question.prompt} tokens does not fit into --length {question.length}")
+    try:
+        config = rt.ReplayConfig(**question.settings)
+    except (ValueError, NotImplementedError) as error:
+        raise CommandError(str(error)) from error
+    model = _meta_model(question)
+    dtype = model.dtype
+    found = Check(question, type(model).__name__, dtype, weight_bytes(model), list(_version_findings()))
+    if tied := _tied_bytes(model):
+        found.findings.append(Finding(NOTE, f"embedding and output matrix are one: {tied / GIB:.2f} GiB, counted once"))
+    load = Load(config, question.length, question.prompt, dtype)
+    try:
+        cache = meta_cache(model.config, load)
+    except (NotImplementedError, ValueError, AttributeError) as error:
+        found.findings.append(Finding(REFUSED, first_line(error)))
+        return found
+    load = Load(config, question.length, question.prompt, dtype, library=uses_library(cache, dtype))
+    found.geometries, found.footprints = cache.geometries, layer_footprints(cache)
+    found.findings += _geometry_findings(cache.geometries)
+    found.places = place_model(model, question.device_map, question.memory)
+    found.findings += _speed_findings(cache, load, found.places)
+    found.findings += _drafter_findings(model, config)
+    if not found.is_refused:
+        _predict(found, model, load)
+    return found
+
+
+def _predict(found: Check, model: Any, load: Load) -> None:
+    assert found.places is not None
+    peak = functools.cache(functools.partial(predict_peak, model, load))
+    try:
+        found.batch = largest_batch(found.places, found.footprints, peak)
+        found.peak = peak(max(1, found.batch or 1))
+    except (NotImplementedError, RuntimeError) as error:
+        why = f"activations cannot be predicted, an operation needs values: {first_line(error)}"
+        found.findings.append(Finding(NOTE, why))
+    if any(place.memory is None for place in found.places.running.values()):
+        where = ", ".join(found.places.running)
+        found.findings.append(Finding(NOTE, f"the memory of {where} is not known: --memory says which batch fits"))
+
+
+def _meta_model(question: Question) -> Any:
+    """The model without weights, in eval mode."""
+    source = question.source
+    if looks_local(source) and not Path(source).is_dir():
+        raise CommandError(f"there is no folder {source!r}")
+    try:
+        config: Any = AutoConfig.from_pretrained(source)
+        dtype = DTYPES[question.dtype] if question.dtype else _own_dtype(config)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    except (OSError, ValueError, KeyError, AttributeError, ImportError, RuntimeError) as error:
+        raise CommandError(f"cannot read the configuration of {source!r}: {first_line(error)}") from error
+
+
+def _own_dtype(config: Any) -> torch.dtype:
+    """As `from_pretrained` takes it: what the configuration says, else float32."""
+    said = getattr(config, "dtype", None) or getattr(text_config(config), "dtype", None) or torch.float32
+    return getattr(torch, said) if isinstance(said, str) else said
+
+
+def _tied_bytes(model: Any) -> int:
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    return weight_bytes(output) if output is not None and output.weight is embedding.weight else 0
+
+
+def _version_findings() -> Iterator[Finding]:
+    if rt.is_enabled():
+        return
+    try:
+        with rt.enable():
+            pass
+    except NotImplementedError as error:
+        yield Finding(REFUSED, str(error))
+
+
+def _geometry_findings(geometries: list[LayerGeometry]) -> Iterator[Finding]:
+    for index, layer in enumerate(geometries):
+        if layer.groups and layer.heads % layer.groups:
+            yield Finding(
+                REFUSED, f"layer {index} has {layer.heads} heads, which is no multiple of its {layer.groups} groups"
+            )
+
+
+def _speed_findings(cache: rt.ReplayCache, load: Load, places: Places) -> Iterator[Finding]:
+    config = load.config
+    if config.window == 1:
+        yield Finding(NO_GAIN, "window 1 writes the state at every step, like the stock cache")
+    if places.offloaded:
+        where = sorted({places.of_layer[index] for index in places.offloaded})
+        yield Finding(
+            NO_GAIN,
+            f"the weights of {len(places.offloaded)} layers are kept on {' and '.join(where)} and brought over at "
+            "every step, which takes longer than the state",
+        )
+    if any(not name.startswith("cuda") for name in places.running):
+        yield Finding(NO_GAIN, "off a GPU plain PyTorch runs: the results are right, and there is no gain in time")
+        return
+    version = _installed_triton()
+    if version is None:
+        yield Finding(NO_GAIN, "Triton is not installed: plain PyTorch would run, without a gain")
+    elif version < OLDEST_TRITON:
+        yield Finding(NO_GAIN, f"Triton {version} is too old, plain PyTorch would run: {OLDEST_TRITON} is needed")
+    if config.checkpoint == "float64":
+        yield Finding(NO_GAIN, "there are no kernels for a state in float64: plain PyTorch would run")
+    if config.capacity > MOST_RECORDS:
+        yield Finding(
+            NO_GAIN,
+            f"rings of {config.capacity} records are longer than the kernels take ({MOST_RECORDS}): plain PyTorch "
+            "would run; choose a smaller window or max_draft",
+        )
+    if rows := WRITE_THROUGH_BYTES // cache.cursor.state_bytes if config.is_plain else 0:
+        yield Finding(
+            NOTE, f"batches of up to {rows} rows keep no records unless they speculate: their states are small enough"
+        )
+    if not load.library:
+        names = sorted({LIBRARIES[layer.geometry.kind] for layer in cache.replay_layers})
+        yield Finding(
+            NOTE,
+            f"prompts are scanned by plain PyTorch, slow where they are long: {' and '.join(names)} is not installed "
+            f"here, or not for {str(load.dtype).removeprefix('torch.')}",
+        )
+
+
+def _drafter_findings(model: Any, config: rt.ReplayConfig) -> Iterator[Finding]:
+    """Which kinds of speculation `generate` would take."""
+    yield Finding(
+        NOTE,
+        "assisted generation: prompt lookup and assistant models, for batches as well"
+        + ("" if config.max_draft else "; max_draft=0 is raised to what the drafter needs"),
+    )
+    if refusal := _refusal(model, use_mtp=True):
+        has_layers = mtp_layers(text_config(model.config)) is not None
+        yield Finding(NOTE, f"no MTP head{' can be used' if has_layers else ''}: {refusal}")
+    else:
+        yield Finding(NOTE, "MTP head: one layer, by the configuration; use_mtp=True drafts with it")
+    if refusal := _refusal(model, assistant_early_exit=1):
+        yield Finding(NOTE, f"no early exit: {refusal}")
+
+
+def _refusal(model: Any, **settings: Any) -> str | None:
+    generation = GenerationConfig()
+    for name, value in settings.items():
+        setattr(generation, name, value)
+    try:
+        check_drafter(model, generation)
+    except (ValueError, NotImplementedError) as error:
+        return str(error)
+    return None

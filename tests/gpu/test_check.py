@@ -1,0 +1,56 @@
+"""The peak of memory that `replay-transformers check` predicts, against what the allocator saw."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import CompileConfig
+
+import replay_transformers as rt
+from replay_transformers.cli.check_memory import Load, predict_peak
+from scripts.benchmarks.presets import load_presets
+from scripts.benchmarks.weights import build_model
+
+pytestmark = pytest.mark.no_poison
+
+WEIGHTS = 2 * 2**30  # of the layers that are kept
+NEW_TOKENS, MOST_PROMPT = 20, 256
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind() -> Iterator[None]:
+    yield
+    rt.disable()
+    torch.compiler.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize(("checkpoint", "readout"), [("float32", None), ("float32", "fp8"), ("nvfp4", None)])
+@pytest.mark.parametrize("name", ["nemotron-3-nano-4b", "qwen3.5-4b"])
+@pytest.mark.parametrize(("rows", "prompt"), [(128, 64), (8, MOST_PROMPT)])
+def test_predicted_peaks(name: str, rows: int, prompt: int, checkpoint: str, readout: str | None) -> None:
+    """Prompts are scanned plainly: flash-linear-attention is left out here, and mamba-ssm is not installed."""
+    preset = load_presets()[name]
+    model, layers = build_model(preset, "cuda", weight_bytes=WEIGHTS)
+    ids = torch.randint(1, model.config.vocab_size, (rows, prompt), device="cuda")
+    load = Load(rt.ReplayConfig(checkpoint=checkpoint, readout=readout), prompt + NEW_TOKENS, prompt, torch.bfloat16)
+    predicted = predict_peak(preset.build("meta", torch.bfloat16, layers).eval(), load, rows)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    with rt.enable():
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            cache_implementation="replay_static",
+            cache_config={"checkpoint": checkpoint, "readout": readout},
+            compile_config=CompileConfig(backend="cudagraphs"),
+        )
+        torch.cuda.synchronize()
+        measured = torch.cuda.max_memory_allocated()
+    assert predicted.total == pytest.approx(measured, rel=0.1), (predicted, measured)
