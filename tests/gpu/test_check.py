@@ -48,7 +48,7 @@ def test_predicted_peaks(name: str, rows: int, prompt: int, checkpoint: str, rea
             max_new_tokens=NEW_TOKENS,
             do_sample=False,
             cache_implementation="replay_static",
-            cache_config={"checkpoint": checkpoint, "readout": readout},
+            cache_config=load.config.to_dict(),
             compile_config=CompileConfig(backend="cudagraphs"),
         )
         torch.cuda.synchronize()
