@@ -272,7 +272,7 @@ def test_memory_does_not_grow_over_calls_with_rejections() -> None:
 
     model, arguments, counts = tiny("qwen3_5"), settings(max_new_tokens=6), []
     assistant = never_right(model)
-    for _ in range(10):
+    for _ in range(5):
         model.generate(**prompt(5, 9, PADS), **arguments, assistant_model=assistant)
         gc.collect()
         counts.append(sum(isinstance(thing, rt.ReplayCache) for thing in gc.get_objects()))

@@ -120,7 +120,7 @@ def test_a_search_goes_on_where_it_stopped(monkeypatch: pytest.MonkeyPatch) -> N
     assert saved[-1]["status"] == "wrong: logits differ by 10%"
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", [TINY[0], *(pytest.param(name, marks=pytest.mark.slow) for name in TINY[1:])])
 def test_the_largest_batch_from_end_to_end(
     call: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

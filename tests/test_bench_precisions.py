@@ -194,7 +194,7 @@ def test_time_is_by_the_bytes_of_the_copy(monkeypatch: pytest.MonkeyPatch) -> No
     assert shares == [round(size / 1e6, 4) for size in (whole, copy, skip)]
 
 
-@pytest.mark.parametrize("preset", TINY)
+@pytest.mark.parametrize("preset", [TINY[0], *(pytest.param(name, marks=pytest.mark.slow) for name in TINY[1:])])
 def test_precisions_are_added_to_a_cell(call: Callable[..., Result], tmp_path: Path, preset: str) -> None:
     path = tmp_path / "kernels.json"
     arguments = ("--device=cpu", "--implementation=reference", "--batch=2", f"--output={path}", "--ceiling-gb=0.001")
