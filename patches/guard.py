@@ -57,6 +57,7 @@ def guard(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         cache.check_model(self.config)
         if inputs is not None:
+            cache.input_device = inputs.device
             cache.check_forward(*inputs.shape[:2])
         before = cache.cursor.forwards
         try:

@@ -109,11 +109,11 @@ class ReplayRows:
 
     def _positions(self, tokens: torch.Tensor) -> torch.Tensor:
         shifts = self.model.model.rope_deltas if self._counts_positions else self._shift
-        starts = self.cache.row_lengths()
+        starts = self.cache.row_lengths().to(tokens.device)
         if self.mask is not None:
-            starts = starts - (~self.mask).sum(1)
+            starts = starts - (~self.mask).sum(1).to(tokens.device)
         if shifts is not None:
-            starts = starts + shifts.view(-1).to(starts.device)
+            starts = starts + shifts.view(-1).to(tokens.device)
         return starts[:, None] + torch.arange(tokens.shape[1], device=starts.device)
 
     def reject(self, rejected: torch.Tensor, longest: int | None = None) -> None:
@@ -146,12 +146,12 @@ class TargetRows(ReplayRows):
         """Take in what the cache has not seen of the prompts."""
         output = self._prefill()
         self.states = _last_states(output)
-        logits = output.logits[:, -1].clone()
+        logits = output.logits[:, -1].to(rows.ids.device, copy=True)
         self.begin(rows, self._mask)
         if self._places is not None and self._places.ndim == 2 and not self._counts_positions:
             # the user's own, or of a prompt that is padded on the right: transformers goes on from the last one
             hidden = 0 if self.mask is None else (~self.mask).sum(1)
-            shift = self._places[:, -1] + 1 - (self.cache.row_lengths() - hidden)
+            shift = self._places[:, -1] + 1 - (self.cache.row_lengths().to(self._places.device) - hidden)
             self._shift = shift if bool(shift.any()) else None
         return logits
 
@@ -160,8 +160,8 @@ class TargetRows(ReplayRows):
         cursor = self.cache.cursor
         if cursor.plan is not None or cursor.broken or not cursor.ragged:
             return
-        surplus = self.cache.row_lengths() - (rows.lengths - 1 + self._more)
-        rejected = surplus.minimum(cursor.tensors()[2])
+        surplus = self.cache.row_lengths().to(rows.lengths.device) - (rows.lengths - 1 + self._more)
+        rejected = surplus.minimum(cursor.tensors()[2].to(rows.lengths.device))
         if bool((surplus < 0).any()) or bool((surplus - rejected > 1).any()):
             cursor.broken = True
             return

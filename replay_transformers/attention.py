@@ -59,22 +59,28 @@ class _InOrder:
         self.cursor, self.before, self.total = cursor, before, total
 
     def _is_replaceable(self, *states: torch.Tensor) -> bool:
-        """Whether buffers of another shape or dtype may be dropped for new keys and values."""
+        """Whether buffers of another shape, dtype or device may be dropped for new keys and values."""
         starting = self.cursor.is_starting(self.before, self.total)
         for held, new in zip((self.keys, self.values), states, strict=True):
-            if held is None or held.ndim != new.ndim or (held.shape[0], held.dtype) == (new.shape[0], new.dtype):
+            if held is None or held.ndim != new.ndim:
+                continue
+            if (held.shape[0], held.dtype, held.device) == (new.shape[0], new.dtype, new.device):
                 continue
             if not starting:
                 raise ValueError(self.cursor.mismatch(f"{new.shape[0]} rows of {new.dtype} on {new.device}", held))
             return True
         return False
 
+    def offload(self) -> None:
+        """Nothing: the layer stays on its device."""
+
+    def prefetch(self) -> None:
+        """Nothing: the layer stays on its device."""
+
     def _write(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Write ``[B, heads, T, head_dim]`` in place, in every row behind its own tokens."""
         assert self.keys is not None and self.values is not None
-        starts = self.cursor.lengths().to(self.keys.device)
-        if self.is_after_end:
-            starts = starts - key_states.shape[2]
+        starts = self.cursor.starts_of(self.keys.device, key_states.shape[2], self.is_after_end)
         write_behind(self.keys, key_states, starts)
         write_behind(self.values, value_states, starts)
 

@@ -68,6 +68,7 @@ class ReplayCache(RowsOfCache, Cache):
         self.geometries = layer_geometries(config)
         self._key_value_heads, self._head_dim = attention_shape(config)
         self.cursor = Cursor(replay_config)
+        self.input_device: torch.device | None = None  # of the latest forward: where positions are counted
         # the configuration that was last found to fit, and its number of layers
         self._fits: tuple[weakref.ref[Any] | None, int] = (None, 0)
         with torch.inference_mode(False), torch.no_grad():  # counters of fixed layers outlive the mode, too
@@ -234,15 +235,18 @@ class ReplayCache(RowsOfCache, Cache):
         Where the rows have seen different numbers of tokens, the largest; `row_lengths` has them all.
 
         Returns:
-            An int; a 0-d int64 tensor if the shapes are fixed, as in `StaticCache`.
+            An int; a 0-d int64 tensor if the shapes are fixed, as in `StaticCache`, on the device of the model's input.
         """
         if self.cursor.fresh:
             return 0
         attention = self.attention_layers
         if attention and attention[0].is_initialized and not self.cursor.ragged:
-            return attention[0].get_seq_length()
-        length = self.cursor.lengths().max()
-        return length if self.is_compileable else int(length)
+            length = attention[0].get_seq_length()
+        else:
+            length = self.cursor.lengths().max()
+        if not self.is_compileable:
+            return int(length)
+        return length if self.input_device is None else length.to(self.input_device)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """``(kv_length, kv_offset)`` of the attention mask for ``query_length`` new tokens."""
@@ -305,6 +309,15 @@ class ReplayCache(RowsOfCache, Cache):
         for layer in self.replay_layers:
             layer.flush()
         self.cursor.flushed()
+
+    def offload(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse: the cache stays on the devices of its layers."""
+        raise NotImplementedError(
+            'a replay cache stays on the devices of its layers; use cache_implementation="offloaded" for a stock cache '
+            "that does not"
+        )
+
+    prefetch = offload
 
     def fork(self) -> "ReplayCache":
         """An independent copy that shares no writable memory with this one."""

@@ -51,7 +51,7 @@ class StepPlan:
         max_records: how many records a row holds at most as the forward begins; None: as many as a ring has room for.
         next_layer: position (among the state-space layers) of the layer that runs next.
         copies: the cursor and ``folds`` by device: int64 ``[B]`` tensors ``(base, committed, pending, folds)``.
-        starts: the positions of the first new tokens by device.
+        starts: the positions of the first new tokens by device; attention layers use them while the cursor is ragged.
     """
 
     tokens: int
@@ -100,6 +100,8 @@ class Cursor:
         self.broken = False  # one broke off and left the layers of the cache apart
         self.ragged = False
         self.longest = 0
+        self._starts: dict[torch.device, torch.Tensor] | None = None  # of the latest forward; see `starts_of`
+        self._moved = True  # tokens came or went since it began
 
     @property
     def recording(self) -> bool:
@@ -166,7 +168,7 @@ class Cursor:
         was_empty = kept < tokens and self.empty
         folds = self._folds(committed, pending, tokens) if kept == tokens else None
         most = None if self.recorded else max(self.config.window, self.config.max_step)
-        self.plan = StepPlan(tokens, kept, was_empty, folds, most)
+        self.plan = StepPlan(tokens, kept, was_empty, folds, most, starts=self._starts_of_this_forward())
         self.plan.copies[committed.device] = (base, committed, pending, folds)
         self.first, self.fresh = self.fresh, False
         return self.plan
@@ -227,11 +229,38 @@ class Cursor:
             self.plan.starts[device] = base + committed + pending
         return self.plan.starts[device]
 
+    def starts_of(self, device: torch.device, tokens: int, is_after_end: bool) -> torch.Tensor:
+        """`start` for a layer that may come before the plan is made, or after its end; once per forward and device.
+
+        Args:
+            device: the layer's. tokens: of the forward. is_after_end: whether the cursor has moved past them.
+        """
+        if self.plan is not None:
+            return self.start(device)
+        if not is_after_end:
+            known = self._starts_of_this_forward()
+        else:
+            known = {} if torch.compiler.is_compiling() or self._starts is None else self._starts
+        if device not in known:
+            lengths = self.lengths().to(device)
+            known[device] = lengths - tokens if is_after_end else lengths
+        return known[device]
+
+    def _starts_of_this_forward(self) -> dict[torch.device, torch.Tensor]:
+        """As a forward begins. What a compiled one computes is not kept beyond its graph."""
+        if torch.compiler.is_compiling():
+            self._starts = None
+            return {}
+        if self._moved or self._starts is None:
+            self._starts, self._moved = {}, False
+        return self._starts
+
     def end(self) -> None:
         """Advance past the planned forward, in place, after its last state-space layer."""
         assert self.plan is not None and self.early is not None
         base, committed, pending = self.tensors()
         plan, self.plan = self.plan, None
+        self._moved = True
         if not torch.compiler.is_compiling():
             self.forwards += 1
             self.longest += plan.tokens
@@ -262,6 +291,7 @@ class Cursor:
     def commit(self, rejected: torch.Tensor | int) -> None:
         """Commit the pending tokens except the last ``rejected`` (int or int64 ``[B]``), in place."""
         _, committed, pending = self.tensors()
+        self._moved = True
         with torch.no_grad():
             committed.add_(pending).sub_(rejected)
             pending.zero_()
@@ -282,6 +312,7 @@ class Cursor:
         self.fresh = self.first = self.empty = True
         self.broken = self.ragged = False
         self.longest = 0
+        self._starts, self._moved = None, True
         if self.base is not None:
             with torch.no_grad():
                 for tensor in self.tensors():
@@ -292,6 +323,7 @@ class Cursor:
         """Keep the given rows (int64 ``[n]``), in place if the addresses have to stay."""
         if self.base is None or self.early is None:
             return
+        self._moved = True
         self.base, self.committed, self.pending = (select_rows(tensor, rows, in_place) for tensor in self.tensors())
         self.early = select_rows(self.early, rows, in_place)
 

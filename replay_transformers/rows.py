@@ -74,10 +74,10 @@ class RowsOfCache:
         """`crop` for a loop that knows what it does, unchecked. The cache must be one with separate rows.
 
         Args:
-            rejected: int64 ``[B]`` on the cursor's device, of each row's uncommitted tokens. The others are committed.
+            rejected: int64 ``[B]``, of each row's uncommitted tokens. The others are committed.
             longest: tokens that the longest row has seen then, or more, if known: saves waiting for the GPU.
         """
-        self.cursor.commit(rejected)
+        self.cursor.commit(rejected.to(self.cursor.tensors()[0].device))
         self.cursor.longest = int(self.cursor.lengths().max()) if longest is None else longest
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
@@ -106,6 +106,7 @@ class RowsOfCache:
         if self.cursor.base is None:
             return
         copies = {device: rows.to(device) for device in self._devices()}
+        rows = copies[self.cursor.base.device]
         for layer in (*self.replay_layers, *self.attention_layers):
             held = layer.conv_ring if isinstance(layer, ReplayLayer) else layer.keys
             if held is not None:
@@ -114,4 +115,4 @@ class RowsOfCache:
 
     def _devices(self) -> set[torch.device]:
         held = [layer.conv_ring for layer in self.replay_layers] + [layer.keys for layer in self.attention_layers]
-        return {buffer.device for buffer in held if buffer is not None}
+        return {buffer.device for buffer in (self.cursor.base, *held) if buffer is not None}

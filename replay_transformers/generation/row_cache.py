@@ -23,6 +23,7 @@ class RowPointers:
         before: at least as many as the longest row had before the latest forward.
         longest: at least as many as the longest row has.
         width: slots of the buffers, which never become narrower.
+        copies: ``starts`` by device.
     """
 
     padding: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
@@ -31,6 +32,13 @@ class RowPointers:
     before: int = 0
     longest: int = 0
     width: int = 0
+    copies: dict[torch.device, torch.Tensor] = field(default_factory=dict)
+
+    def starts_on(self, device: torch.device) -> torch.Tensor:
+        """``starts``, copied there once per forward."""
+        if device not in self.copies:
+            self.copies[device] = self.starts.to(device)
+        return self.copies[device]
 
     @property
     def slots(self) -> int:
@@ -57,7 +65,7 @@ class RowLayer(DynamicLayer):
         self.keys = self._widened(self.keys, key_states)
         self.values = self._widened(self.values, value_states)
         self.is_initialized = True
-        starts = self.rows.starts.to(key_states.device)
+        starts = self.rows.starts_on(key_states.device)
         write_behind(self.keys, key_states, starts)
         write_behind(self.values, value_states, starts)
         return (self.keys, self.values) if self.rows.before else (key_states, value_states)
@@ -106,7 +114,7 @@ class RowCache(Cache):
 
     def advance(self, tokens: int) -> torch.Tensor:
         """Make room for so many more tokens in every row; their positions, int64 ``[B, tokens]``, 0 for padding."""
-        self.rows.starts, self.rows.before = self.rows.lengths, self.rows.longest
+        self.rows.starts, self.rows.before, self.rows.copies = self.rows.lengths, self.rows.longest, {}
         self.rows.lengths = self.rows.starts + tokens
         self.rows.longest += tokens
         self.rows.width = max(self.rows.width, width_for(self.rows.longest))
