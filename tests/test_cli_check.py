@@ -16,9 +16,11 @@ from typer.testing import CliRunner
 import replay_transformers as rt
 from replay_transformers.cli import app as commands
 from replay_transformers.cli import check as checking
+from replay_transformers.cli import check_report
 from replay_transformers.cli.check_memory import Load, Peak, layer_footprints, meta_cache, predict_peak
 from replay_transformers.cli.check_places import Place, Places, largest_batch
 from replay_transformers.kernels.formats import CHECKPOINTS, READOUTS
+from replay_transformers.patches import versions
 from scripts.benchmarks.presets import load_presets
 from tests.support.models import ALL_FAMILIES, nemotron_h_config, qwen3_5_config
 
@@ -103,7 +105,9 @@ def test_layers_without_state_are_refused(tmp_path: Path) -> None:
 
 
 def test_another_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers, "__version__", "5.99.0")
+    for module in {id(one): one for one in (transformers, versions.transformers, check_report.transformers)}.values():
+        monkeypatch.setattr(module, "__version__", "5.99.0")
+    rt.disable()  # what is on already is not asked for its version again
     assert "supports transformers 5.17.0 to" in findings(record("qwen3_5", code=1), "refused")
 
 
