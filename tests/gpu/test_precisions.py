@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 import replay_transformers as rt
 from replay_transformers.kernels.formats.stored import readable
 from tests.gpu.test_kernels import EVERY_GEOMETRY, REAL, spread
