@@ -27,7 +27,10 @@ def check_groups(heads: int, groups: int) -> None:
 
 
 def check_operands(
-    shapes: Mapping[str, tuple[torch.Tensor, tuple[int, ...]]], buffers: tuple[str, ...], pointers: tuple[str, ...]
+    shapes: Mapping[str, tuple[torch.Tensor, tuple[int, ...]]],
+    buffers: tuple[str, ...],
+    pointers: tuple[str, ...],
+    dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> None:
     """Raise ValueError unless every tensor has its shape, a dtype the kernels know, and one device for all.
 
@@ -35,12 +38,15 @@ def check_operands(
         shapes: by name, the tensor and the shape it should have.
         buffers: names of those that must be contiguous; tensors of one dimension must be so, too.
         pointers: names of those that must be int64; all others must be float32, bfloat16 or float16.
+        dtypes: of those that must be something else, by name.
     """
     device = next(iter(shapes.values()))[0].device
     for name, (tensor, shape) in shapes.items():
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
-        allowed = (torch.int64,) if name in pointers else DTYPES
+        allowed: tuple[torch.dtype, ...] = (torch.int64,) if name in pointers else DTYPES
+        if dtypes is not None and name in dtypes:
+            allowed = (dtypes[name],)
         if tensor.dtype not in allowed:
             raise ValueError(
                 f"{name} must be {' or '.join(map(str, allowed))} for the Triton kernels, got {tensor.dtype}; the "

@@ -185,10 +185,11 @@ def _borrow(
     call = settings.call(outer=generation_config.is_assistant)
     asked = generation_config.cache_config
     replay_config = ReplayConfig.from_dict(asked)
-    if call.drafts is None and not generation_config.return_dict_in_generate and "max_draft" not in (asked or {}):
+    if call.drafts is not None:
+        most = max(replay_config.max_draft, call.drafts + _spare(rows))
+        replay_config = dataclasses.replace(replay_config, max_draft=most)
+    elif not generation_config.return_dict_in_generate and "max_draft" not in (asked or {}):
         replay_config = dataclasses.replace(replay_config, max_draft=0)  # nobody can take a token back
-    if call.drafts is not None and call.drafts + _spare(rows) > replay_config.max_draft:
-        replay_config = dataclasses.replace(replay_config, max_draft=call.drafts + _spare(rows))
     return borrow(model, settings, call, replay_config, rows, max_cache_len)
 
 

@@ -13,7 +13,7 @@ from packaging.version import Version
 
 from replay_transformers.kernels.formats.stored import State
 
-__all__ = ["Implementations"]
+__all__ = ["LIBRARIES", "OLDEST_TRITON", "Implementations", "installed_triton"]
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,8 @@ OLDEST_TRITON = Version("3.5")  # older ones cannot compile the kernels: tuples,
 _said: set[tuple[str, str]] = set()
 
 
-def _installed_triton() -> Version | None:
+def installed_triton() -> Version | None:
+    """Triton's version; None if it is not installed."""
     if importlib.util.find_spec("triton") is None:
         return None
     return Version(importlib.import_module("triton").__version__)
@@ -48,7 +49,7 @@ class Implementations:
         self.triton: ModuleType | None = None
         self.interpreted = impl == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
         wanted = impl != "reference" and (torch.cuda.is_available() or self.interpreted)
-        found = _installed_triton() if wanted else None
+        found = installed_triton() if wanted else None
         self.too_old = found is not None and found < OLDEST_TRITON
         if found is not None and not self.too_old:
             self.triton = importlib.import_module(f"replay_transformers.kernels.{operator}.triton")
@@ -100,7 +101,7 @@ class Implementations:
         if state.device.type != GPU and not self.interpreted:
             return f"the tensors are on {state.device}, not on a GPU"
         if self.too_old:
-            return f"triton {OLDEST_TRITON} or newer is needed, found {_installed_triton()}"
+            return f"triton {OLDEST_TRITON} or newer is needed, found {installed_triton()}"
         if self.triton is None:
             return "triton is not installed"
         if self.refusal is not None:

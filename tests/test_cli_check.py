@@ -151,7 +151,7 @@ def test_what_does_not_gain(
     options: tuple[str, ...], installed: str | None, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     version = None if installed is None else checking.OLDEST_TRITON.__class__(installed)
-    monkeypatch.setattr(checking, "_installed_triton", lambda: version)
+    monkeypatch.setattr(checking, "installed_triton", lambda: version)
     found = record("nemotron_h", "--device-map", "cuda", "--memory", "1", *options)
     assert message in findings(found, "no gain")
     assert len([one for one in found["findings"] if one["level"] == "no gain"]) == 1

@@ -125,7 +125,7 @@ def test_without_triton(without_triton: None) -> None:
 def test_an_old_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels are not even imported; the message says which one is needed."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(implementation, "_installed_triton", lambda: Version("3.2.0"))
+    monkeypatch.setattr(implementation, "installed_triton", lambda: Version("3.2.0"))
     with pytest.raises(ValueError, match=r"triton 3\.5 or newer is needed, found 3\.2\.0"):
         Implementations("mamba2", "triton").choose(FLOAT, FLOAT)
 

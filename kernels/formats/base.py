@@ -1,5 +1,6 @@
 """What a format of the recurrent state is."""
 
+import functools
 import importlib
 import math
 from abc import ABC, abstractmethod
@@ -50,9 +51,7 @@ class Format(ABC):
 
     def kernels(self) -> SimpleNamespace:
         """Triton's functions ``load``, ``store``, ``opened`` and ``dot``."""
-        module = importlib.import_module(f"replay_transformers.kernels.formats.{self.tiles}")
-        names = {"load": "load", "store": self.store, "opened": "opened", "dot": "dot"}
-        return SimpleNamespace(**{name: getattr(module, function) for name, function in names.items()})
+        return _functions(self.tiles, self.store)
 
     def head_bytes(self, channels: int, states: int) -> int:
         """Bytes of the parts of one head."""
@@ -60,3 +59,10 @@ class Format(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
+
+
+@functools.cache
+def _functions(tiles: str, store: str) -> SimpleNamespace:
+    module = importlib.import_module(f"replay_transformers.kernels.formats.{tiles}")
+    names = {"load": "load", "store": store, "opened": "opened", "dot": "dot"}
+    return SimpleNamespace(**{name: getattr(module, function) for name, function in names.items()})

@@ -9,9 +9,8 @@ from replay_transformers.kernels.formats import FORMATS
 from replay_transformers.kernels.formats.base import Format
 from replay_transformers.kernels.formats.plain import PlainFormat
 from replay_transformers.kernels.formats.stored import State, StoredState
-from replay_transformers.kernels.validation import DTYPES
 
-__all__ = ["Precision", "check_stored", "parts_of", "pointers"]
+__all__ = ["Operands", "Precision", "parts_of", "pointers", "state_operands"]
 
 NAMES = {made.dtype: name for name, made in FORMATS.items() if isinstance(made, PlainFormat)}
 
@@ -71,25 +70,23 @@ def pointers(parts: list[torch.Tensor]) -> list[torch.Tensor]:
     return parts + parts[:1] * (3 - len(parts))
 
 
-def check_stored(name: str, state: State | None, shape: tuple[int, ...], device: torch.device) -> None:
-    """Raise ValueError unless a state is one of this shape ``[B, H, ., .]`` on the device, and laid out for kernels."""
-    if isinstance(state, StoredState):
-        rows, heads, *rest = shape
-        channels, states = reversed(rest) if state.transposed else rest
-        expected = {part: (rows, heads, *one) for part, (one, _) in state.format.parts(channels, states).items()}
-        tensors = state.parts
-    else:
-        expected, tensors = {"": shape}, {} if state is None else {"": state}
-    for part, tensor in tensors.items():
-        label = f"{name}.{part}" if part else name
-        if tuple(tensor.shape) != tuple(expected[part]):
-            raise ValueError(f"{label} must have shape {list(expected[part])}, got {list(tensor.shape)}")
-        if tensor.device != device:
-            raise ValueError(f"{label} must be on {device} like the other tensors, got {tensor.device}")
-        if not tensor.is_contiguous():
-            raise ValueError(f"{label} is written in place and must be contiguous, got strides {tensor.stride()}")
-        if isinstance(state, torch.Tensor) and tensor.dtype not in DTYPES:
-            raise ValueError(
-                f"{label} must be {' or '.join(map(str, DTYPES))} for the Triton kernels, got {tensor.dtype}; the "
-                "reference takes float64 as well"
-            )
+@dataclass(frozen=True)
+class Operands:
+    """States as `check_operands` takes them: shapes, and dtypes where they are a format's own, by name."""
+
+    shapes: dict[str, tuple[torch.Tensor, tuple[int, ...]]]
+    dtypes: dict[str, torch.dtype]
+
+
+def state_operands(shape: tuple[int, int, int, int], **states: State | None) -> Operands:
+    """Of states for rows and heads of this shape ``[B, H, ., .]``; a part of a state is called ``name.part``."""
+    operands = Operands({}, {})
+    for name, state in states.items():
+        if isinstance(state, torch.Tensor):
+            operands.shapes[name] = (state, shape)
+        elif state is not None:
+            channels, count = shape[:1:-1] if state.transposed else shape[2:]
+            for part, (own, dtype) in state.format.parts(channels, count).items():
+                operands.shapes[f"{name}.{part}"] = (state.parts[part], (*shape[:2], *own))
+                operands.dtypes[f"{name}.{part}"] = dtype
+    return operands

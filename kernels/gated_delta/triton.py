@@ -31,7 +31,7 @@ import torch
 import triton
 
 from replay_transformers.kernels.formats.plain import PlainFormat
-from replay_transformers.kernels.formats.precision import Precision, check_stored, parts_of, pointers
+from replay_transformers.kernels.formats.precision import Precision, parts_of, pointers, state_operands
 from replay_transformers.kernels.formats.stored import State, StoredState
 from replay_transformers.kernels.gated_delta.fold import SOLUTION, gated_delta_fold
 from replay_transformers.kernels.gated_delta.step import gated_delta_prepare, gated_delta_step
@@ -267,9 +267,8 @@ def replay_step(
         }  # fmt: skip
         if folds is not None:
             expected["folds"] = (folds, (rows,))
-        check_operands(expected, RINGS, POINTERS)
-        for name, one in (("state", state), ("readout", readout)):
-            check_stored(name, one, (rows, heads, states, width), q.device)
+        held = state_operands((rows, heads, states, width), state=state, readout=readout)
+        check_operands(expected | held.shapes, (*RINGS, *held.shapes), POINTERS, held.dtypes)
     cursor, tokens_of = (base, committed, pending, folds), (q, k, v, g, beta)
     run: Callable[..., torch.Tensor]
     if is_plain:

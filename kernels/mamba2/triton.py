@@ -25,7 +25,7 @@ from collections.abc import Callable
 import torch
 import triton
 
-from replay_transformers.kernels.formats.precision import Precision, check_stored, parts_of, pointers
+from replay_transformers.kernels.formats.precision import Precision, parts_of, pointers, state_operands
 from replay_transformers.kernels.formats.stored import State, StoredState
 from replay_transformers.kernels.launch import choose, on_their_device
 from replay_transformers.kernels.mamba2.step import mamba2_prepare, mamba2_step
@@ -240,9 +240,8 @@ def replay_step(
             expected["D"] = (D, (heads,))
         if folds is not None:
             expected["folds"] = (folds, (rows,))
-        check_operands(expected, RINGS, POINTERS)
-        for name, one in (("state", state), ("readout", readout)):
-            check_stored(name, one, (rows, heads, width, states), x.device)
+        held = state_operands((rows, heads, width, states), state=state, readout=readout)
+        check_operands(expected | held.shapes, (*RINGS, *held.shapes), POINTERS, held.dtypes)
     cursor, tokens_of, rings = (base, committed, pending, folds), (x, dt, B, C), (ring_x, ring_b, ring_dt)
     run: Callable[..., torch.Tensor]
     if is_plain:

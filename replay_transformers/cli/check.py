@@ -24,7 +24,7 @@ from replay_transformers.cli.loading import DTYPES, CommandError, first_line, lo
 from replay_transformers.config import MOST_RECORDS
 from replay_transformers.cursor import WRITE_THROUGH_BYTES
 from replay_transformers.geometry import LayerGeometry, text_config
-from replay_transformers.implementation import LIBRARIES, OLDEST_TRITON, _installed_triton
+from replay_transformers.implementation import LIBRARIES, OLDEST_TRITON, installed_triton
 from replay_transformers.patches.drafts import check_drafter
 from replay_transformers.patches.mtp import mtp_layers
 
@@ -196,7 +196,7 @@ def _speed_findings(cache: rt.ReplayCache, load: Load, places: Places) -> Iterat
     if any(not name.startswith("cuda") for name in places.running):
         yield Finding(NO_GAIN, "off a GPU plain PyTorch runs: the results are right, and there is no gain in time")
         return
-    version = _installed_triton()
+    version = installed_triton()
     if version is None:
         yield Finding(NO_GAIN, "Triton is not installed: plain PyTorch would run, without a gain")
     elif version < OLDEST_TRITON:

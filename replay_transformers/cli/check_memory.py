@@ -26,7 +26,6 @@ from torch.utils._pytree import tree_leaves
 
 import replay_transformers as rt
 from replay_transformers.geometry import LayerGeometry
-from replay_transformers.kernels.formats.stored import StoredState, refresh
 from replay_transformers.layers import ReplayLayer
 from replay_transformers.patches.versions import generate_cache_name
 
@@ -219,20 +218,18 @@ def _run(
     kind, values = layer.geometry.kind, operands[0] if layer.geometry.kind == "mamba2" else operands[2]
     if values.shape[1] <= load.config.max_step or (layer.order and not load.library):
         return values.new_empty(values.shape)
-    state, stored = layer.checkpoint, isinstance(layer.checkpoint, StoredState)
-    if stored:
-        state = state.read().contiguous()
+    reference = importlib.import_module(f"replay_transformers.kernels.{kind}.reference")
     if load.library:
-        output = _LIBRARY_SCANS[kind](layer.geometry, operands, values)
-    else:
-        output = update(
-            importlib.import_module(f"replay_transformers.kernels.{kind}.reference"), *operands, state=state
-        )
+        update = functools.partial(_library_scan, layer.geometry, values)
     after = torch.zeros(values.shape[0], dtype=torch.int64, device=META)
-    if stored:
-        layer.checkpoint.write(state, after)
-    refresh(layer.readout, layer.checkpoint, after)
-    return output
+    return layer._scan(update, lambda *tensors: reference, list(operands), after)
+
+
+def _library_scan(
+    geometry: LayerGeometry, values: torch.Tensor, kernels: Any, *operands: torch.Tensor, state: torch.Tensor
+) -> torch.Tensor:
+    """In place of a layer's ``update``."""
+    return _LIBRARY_SCANS[geometry.kind](geometry, operands, values)
 
 
 def _mamba_scan(geometry: LayerGeometry, operands: tuple[torch.Tensor, ...], x: torch.Tensor) -> torch.Tensor:

@@ -157,8 +157,10 @@ class Loop:
         logits = self.target.forward(torch.cat([rows.last(), draft.tokens], dim=1))
         accepted, added = self._take(rows, draft, logits)
         facts = (active, draft.counts > 0, accepted.drafts, accepted.drafts < draft.counts)
-        took = torch.full_like(rows.lengths, int(1e6 * self._seconds))
-        answer = rows.ask(*(active * fact.to(torch.int64) for fact in facts), took, agree=self.agree)
+        told = [active * fact.to(torch.int64) for fact in facts]
+        if self.agree is not None:
+            told.append(torch.full_like(rows.lengths, int(1e6 * self._seconds)))
+        answer = rows.ask(*told, agree=self.agree)
         if not goes_ahead:
             rows.hear(answer)
         self.target.reject(drafted + 1 - added, rows.longest - 1)
@@ -167,9 +169,8 @@ class Loop:
 
     def _learn(self, rows: Rows, drafted: int, answer: Answer) -> None:
         """From what came of a round."""
-        *facts, took = rows.hear(answer)
-        active, proposing, drafts, rejected = map(sum, facts)
-        told = drafted, active, proposing, drafts, rejected
+        active, proposing, drafts, rejected, *took = rows.hear(answer)
+        told = drafted, sum(active), sum(proposing), sum(drafts), sum(rejected)
         self._show(rows)
         started, self._heard = self._heard, self.clock()
         self._seconds = self._heard - started
@@ -177,7 +178,7 @@ class Loop:
             self.length.observe(*told, self._seconds)
             return
         if self._unobserved is not None:
-            self.length.observe(*self._unobserved, 1e-6 * took[0])
+            self.length.observe(*self._unobserved, 1e-6 * took[0][0])
         self._unobserved = told
 
     def _draft(self, rows: Rows) -> Draft:

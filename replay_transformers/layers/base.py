@@ -157,16 +157,10 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
                     self._fold(base, committed + pending)
                 older = [operand[:, : plan.scanned] for operand in operands]
                 choose = self._recurrence.choose if plan.scanned == 1 else self._recurrence.choose_scan
-                is_stored = isinstance(self.checkpoint, StoredState)
-                state = self.checkpoint.read().contiguous() if is_stored else self.checkpoint
-                outputs.append(update(choose(state, *older), *older, state=state))
-                after = base + committed + pending + plan.scanned
-                if is_stored:
-                    self.checkpoint.write(state, after)
-                refresh(self.readout, self.checkpoint, after)
-            if plan.scanned and plan.kept:
-                base = base + committed + pending + plan.scanned
-                committed = pending = torch.zeros_like(base)
+                if plan.kept or not self.config.is_plain:  # a step that is written through does without
+                    base = base + committed + pending + plan.scanned
+                    committed = pending = torch.zeros_like(base)
+                outputs.append(self._scan(update, choose, older, base))
             if plan.kept:
                 newest = [operand[:, plan.scanned :] for operand in operands]
                 kernels = self._recurrence.choose(self.checkpoint, *newest)
@@ -176,6 +170,27 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
         if plan.next_layer == self.total:
             self.cursor.end()
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+    def _scan(
+        self,
+        update: Callable[..., torch.Tensor],
+        choose: Callable[..., Any],
+        operands: list[torch.Tensor],
+        after: torch.Tensor,
+    ) -> torch.Tensor:
+        """Output of tokens that go straight into the checkpoint, and from there into the copy.
+
+        Args:
+            update: as in `_run`. choose: gives the kernels' module for a state and the operands.
+            after: int64 ``[B]``, tokens of each row that the checkpoint then holds; not looked at if it is plain.
+        """
+        is_stored = isinstance(self.checkpoint, StoredState)
+        state = self.checkpoint.read().contiguous() if is_stored else self.checkpoint
+        output = update(choose(state, *operands), *operands, state=state)
+        if is_stored:
+            self.checkpoint.write(state, after)
+        refresh(self.readout, self.checkpoint, after)
+        return output
 
     def _reading(self) -> dict[str, Any]:
         """What steps and folds of anything but a plain checkpoint are told besides."""
