@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 import replay_transformers as rt
 from replay_transformers.kernels.formats import FORMATS, StoredState
 from replay_transformers.layers import ReplayLayer
+from tests.support.models import FAMILIES
 from tests.support.operators import Tensors
 
 # checkpoints alone, copies beside an exact checkpoint, and both narrow
@@ -87,3 +89,15 @@ def fill_with_nan(layer: ReplayLayer, what: str, rows: Any = slice(None), heads:
     """NaN in the "checkpoint" or the "readout" of some heads, whatever the format."""
     for tensor in parts(getattr(layer, what)).values():
         tensor[rows, heads] = 0x7F if tensor.dtype == torch.uint8 else float("nan")
+
+
+WINDOW, MAX_DRAFT = 4, 3
+EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
+EVERY = pytest.mark.parametrize("settings", EVERY_SETTING, ids=label)
+SOME = pytest.mark.parametrize("settings", [SHARED[3], SEPARATE[4], *BOTH], ids=label)
+
+
+def new(model: Any, fixed: bool = False, **settings: Any) -> rt.ReplayCache:
+    """A cache of these tests; of fixed shapes if asked for."""
+    config = rt.ReplayConfig(**({"window": WINDOW, "max_draft": MAX_DRAFT} | settings))
+    return rt.ReplayCache(model.config, config, max_cache_len=64 if fixed else None)
