@@ -2,6 +2,8 @@
 
 torch's own backend of that name works on functionalised graphs. These copy every buffer of the cache that a step
 writes, and are not captured because they write. Here dynamo's graph, which still writes in place, is captured as it is.
+Of a model on several GPUs each stretch of a step that runs on one of them is captured, and what goes from one to the
+next is copied in between.
 """
 
 import copy
@@ -12,6 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from replay_transformers.patches.segments import devices_of, in_pieces
 
 __all__ = ["cuda_graphs", "with_own_backend"]
 
@@ -37,7 +41,22 @@ def with_own_backend(compile_config: Any) -> Any:
 
 def cuda_graphs(graph_module: torch.fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Function:
     """A backend of dynamo: the graph's first call runs as it is, the second one is captured, later ones are replays."""
-    return _Step(graph_module)
+    if len(set().union(*map(devices_of, graph_module.graph.nodes))) < 2:
+        return _Step(graph_module)
+    whole, are_alone = in_pieces(graph_module)
+    for name, is_alone in are_alone.items():
+        if is_alone:
+            piece = getattr(whole, name)
+            delattr(whole, name)
+            setattr(whole, name, _piece(piece))
+    return whole
+
+
+def _piece(module: torch.fx.GraphModule) -> Callable[..., Any]:
+    """A stretch of a step; it gives what its module gives, a tensor or several."""
+    (given,) = module.graph.output_node().args
+    step = _Step(module if isinstance(given, tuple) else lambda *inputs: (module(*inputs),), keeps_outputs=False)
+    return step if isinstance(given, tuple) else lambda *inputs: step(*inputs)[0]
 
 
 class _Step:
@@ -47,12 +66,13 @@ class _Step:
     the warm-up that compiles kernels and sets up libraries, and a real step; the second captures, then replays.
 
     Inputs that dynamo says keep their addresses (weights, buffers of the cache) are read and written where they are.
-    All others (token ids, positions, masks) are copied into buffers. Outputs are copies and stay valid.
+    All others (token ids, positions, masks) are copied into buffers; a graph that writes into one of those is not
+    captured. Outputs are copies and stay valid, unless ``keeps_outputs`` is false: then until the next call.
     """
 
-    def __init__(self, function: Function) -> None:
-        self.function = function
-        self.warm = False
+    def __init__(self, function: Function, keeps_outputs: bool = True) -> None:
+        self.function, self.keeps_outputs = function, keeps_outputs
+        self.warm, self.writes_inputs = False, False
         self.addresses: list[int] = []  # of the inputs that are used where they are, at the time of the capture
         self.buffers: list[torch.Tensor] = []  # for the other ones
         self.outputs: Sequence[Any] = ()
@@ -60,12 +80,11 @@ class _Step:
         self.lock = threading.Lock()
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
-        if not is_capturable(inputs):
+        if self.writes_inputs or not is_capturable(inputs):
             return self.function(*inputs)
         with self.lock:
             if not self.warm:
-                self.warm = True
-                return self.function(*inputs)
+                return self._warm_up(inputs)
             fixed = [value.data_ptr() for value in inputs if _keeps_address(value)]
             moving = [value for value in inputs if not _keeps_address(value)]
             if self.replay is None or fixed != self.addresses:
@@ -74,7 +93,18 @@ class _Step:
             for buffer, value in zip(self.buffers, moving, strict=True):
                 buffer.copy_(value)
             self.replay()
+            if not self.keeps_outputs:
+                return tuple(self.outputs)
             return tuple(value.clone() if isinstance(value, torch.Tensor) else value for value in self.outputs)
+
+    def _warm_up(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        moving = [value for value in inputs if not _keeps_address(value) and not value.is_inference()]
+        versions = [value._version for value in moving]
+        outputs = self.function(*inputs)
+        self.warm, self.writes_inputs = True, versions != [value._version for value in moving]
+        if self.writes_inputs:
+            logger.warning("CUDA graphs: a step writes into a tensor that is new each time: running without them")
+        return outputs
 
     def _capture(self, inputs: Sequence[Any], fixed: list[int], moving: list[torch.Tensor]) -> None:
         self.replay, self.outputs = None, ()  # free the memory of an older graph
@@ -89,10 +119,17 @@ class _Step:
 
 def record(function: Function, inputs: Sequence[torch.Tensor]) -> tuple[Sequence[Any], Callable[[], None]]:
     """Capture ``function(*inputs)`` without executing it; its outputs-to-be, and what executes it."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(inputs[0].device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    graph, device = torch.cuda.CUDAGraph(), inputs[0].device
+    # torch's own stream for captures is on the device that captured first
+    capturing = torch.cuda.graph(graph, stream=_stream(device), capture_error_mode="thread_local")
+    with torch.cuda.device(device), capturing:
         outputs = function(*inputs)
     return outputs, graph.replay
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def is_capturable(inputs: Sequence[Any]) -> bool:

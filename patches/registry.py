@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from replay_transformers.patches import placement
 from replay_transformers.patches.versions import require_supported_version
 
 __all__ = ["MIXERS", "ReplayHandle", "disable", "enable", "is_enabled", "patched_attributes"]
@@ -44,6 +45,7 @@ class _Patches:
     replaced: list[tuple[Any, str, Any]] = field(default_factory=list)
     forwards: dict[type, tuple[Any, Any]] = field(default_factory=dict)  # class -> (original, patched) forward
     rebound: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # modules that hold a forward of their own
+    shown: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # modules whose hooks the compiler sees
     settings: Any = None
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
@@ -66,6 +68,8 @@ class _Patches:
             if function is not None:
                 is_function = isinstance(function, types.FunctionType)
                 module.__dict__["forward"] = types.MethodType(function, module) if is_function else function
+        for module in list(self.shown):
+            placement.hide_hooks(module)
         for owner, name, original in reversed(self.replaced):
             if original is _ABSENT:
                 delattr(owner, name)
@@ -164,7 +168,7 @@ def _apply(patches: _Patches) -> None:
 
     from replay_transformers.patches import assisted, attention, generate, guard, mixer, stop_check
 
-    patches.settings = generate.GenerateSettings(prepare_model=functools.partial(_rebind_instances, patches))
+    patches.settings = generate.GenerateSettings(prepare_model=functools.partial(_prepare_model, patches))
     for name, patch_name in MIXERS.items():
         patch = importlib.import_module(f"replay_transformers.patches.{patch_name}")
         patches.replace_forward(name, functools.partial(mixer.divert, patch.replay_forward, patch.geometry))
@@ -198,13 +202,15 @@ def _apply(patches: _Patches) -> None:
                 patches.replace(module, listed, (*getattr(module, listed), *additions))
 
 
-def _rebind_instances(patches: _Patches, model: Any) -> None:
-    """Patch the modules of ``model`` that hold a forward of their own.
+def _prepare_model(patches: _Patches, model: Any) -> None:
+    """Patch the modules of ``model`` that hold a forward of their own, and show the compiler what moves tensors.
 
     accelerate's hooks keep the forward they found as `_old_forward`; hub kernels set `forward` on the instance.
     """
     with _lock:
         for module in model.modules():
+            if placement.show_hooks(module):
+                patches.shown.add(module)
             if type(module) not in patches.forwards:
                 continue
             original, patched = patches.forwards[type(module)]

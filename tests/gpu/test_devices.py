@@ -5,9 +5,14 @@ The bodies are those of tests/test_devices.py, where the devices are pretended.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch._dynamo.utils import counters
+from transformers import CompileConfig
 
+from replay_transformers.patches import capture
 from tests.support.dispatch import (
     EVERY_CALL,
     MODELS,
@@ -69,6 +74,32 @@ def test_layers_on_several_gpus(family: str, split: str, impl: str, current: int
     """Between and inside runs of state-space layers, whichever device is the current one."""
     with torch.cuda.device(current):
         check(family, split, GPUS, FIRST, impl)
+
+
+@SEVERAL
+@pytest.mark.parametrize("current", [0, 1])
+@pytest.mark.parametrize("backend", ["cudagraphs", "inductor"])
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
+def test_compiled_steps(family: str, backend: str, current: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One graph of dynamo's through accelerate's hooks; with our backend a CUDA graph for each stretch on a GPU."""
+    captured: list[torch.device] = []
+
+    def record(function: Any, operands: Any) -> Any:
+        captured.append(operands[0].device)
+        return original(function, operands)
+
+    original = capture.record
+    monkeypatch.setattr(capture, "record", record)
+    model = MODELS[family]()
+    assistant, where = assistant_for(model), places(model.config.num_hidden_layers, "to and fro", GPUS)
+    calls = [("greedy", "replay_static"), ("lookup", "replay_static")]
+    truth = sequences(model, assistant, calls)
+    placed, config = dispatched(model, where, FIRST, GPUS[-1]), CompileConfig(backend=backend, fullgraph=True)
+    with torch.cuda.device(current):
+        for _ in range(2):
+            assert sequences(placed, assistant, calls, FIRST, "triton", compile_config=config) == truth
+    assert not counters["graph_break"]
+    assert set(captured) == (set(map(torch.device, GPUS)) if backend == "cudagraphs" else set())
 
 
 @SEVERAL
