@@ -1,4 +1,7 @@
-"""For every test: one thread, no network, a seed, poisoned memory; slow and GPU tests are skipped with a reason."""
+"""For every test: one thread, no network, a seed, a fresh compiler, poisoned memory.
+
+Slow tests and those for a GPU are skipped with a reason.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.utils._device import _device_constructors
 
 from tests import poison
@@ -57,6 +61,13 @@ def _seeded() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> None:
+    """Whatever ran before in this process: graphs, shapes that were seen, code that is not compiled again."""
+    torch.compiler.reset()
+    counters.clear()
 
 
 @pytest.fixture(autouse=True)

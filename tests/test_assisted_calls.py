@@ -167,4 +167,3 @@ def test_a_compiled_verification_has_the_same_tokens(family: str) -> None:
     arguments = settings("replay_static", 3) | {"compile_config": compile_config, "max_new_tokens": 20}
     rounds = speculate(tiny(family), prompt(1, 9), assistant_model=mostly_right(family), **arguments)
     assert torch.equal(rounds.sequences, truth(family, trained=False)[:, :29])
-    torch._dynamo.reset()

@@ -14,14 +14,6 @@ from tests.support.models import FAMILIES, build_nemotron_h, greedy_without_cach
 pytestmark = [pytest.mark.usefixtures("enabled"), pytest.mark.no_poison]
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Any:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
-
-
 def _compile_config(backend: str) -> CompileConfig:
     config = CompileConfig(fullgraph=True, backend=backend, mode=None, dynamic=False)
     config._compile_all_devices = True

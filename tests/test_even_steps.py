@@ -217,7 +217,6 @@ def test_compiled_steps_take_the_same_decisions() -> None:
         traced.end()
         return folds
 
-    torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True, backend=counter)
     for _ in range(14):
         folds = compiled()
@@ -226,7 +225,6 @@ def test_compiled_steps_take_the_same_decisions() -> None:
         assert torch.stack(traced.tensors()).equal(torch.stack(eager.tensors()))
         assert early(traced) == early(eager)
     assert counter.frame_count == 1
-    torch._dynamo.reset()
 
 
 def tiny_model(family: str) -> Any:

@@ -98,7 +98,6 @@ def test_blocks_and_rollback(name: str) -> None:
 @EVERY_SHORT_MODEL
 def test_one_compiled_graph(name: str) -> None:
     """The registered operators under `generate`, with fixed shapes, over flushes."""
-    torch._dynamo.reset()
     compiling = CompileConfig(fullgraph=True, backend="aot_eager", mode=None, dynamic=False)
     compiling._compile_all_devices = True
     model, inputs = model_for(name), prompt(1, 5)
@@ -111,7 +110,6 @@ def test_one_compiled_graph(name: str) -> None:
         compile_config=compiling,
     )
     assert torch.equal(output, greedy_without_cache(model, inputs["input_ids"], inputs["attention_mask"], 5))
-    torch._dynamo.reset()
 
 
 @EVERY_SHORT_MODEL
@@ -125,7 +123,6 @@ def test_precisions_under_generate(name: str, settings: dict[str, Any]) -> None:
 
     A value that the two round to different sides moves a logit by no more than the rounding of one value does.
     """
-    torch._dynamo.reset()
     compiling = CompileConfig(fullgraph=True, backend="aot_eager", mode=None, dynamic=False)
     compiling._compile_all_devices = True
     model, inputs = model_for(name), prompt(2, 5, [0, 2])
@@ -140,7 +137,6 @@ def test_precisions_under_generate(name: str, settings: dict[str, Any]) -> None:
     truth, *others = (torch.stack(output.logits) for output in outputs)
     for got in others:
         assert (got - truth).norm() <= 1e-2 * truth.norm()
-    torch._dynamo.reset()
 
 
 @EVERY_MODEL

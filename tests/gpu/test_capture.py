@@ -18,13 +18,11 @@ MODELS = {"qwen3_5": FAMILIES["qwen3_5"], "nemotron_h": lambda: build_nemotron_h
 
 
 @pytest.fixture(autouse=True)
-def _full_precision_and_fresh_compiler() -> Any:
+def _full_precision() -> Any:
     """Token identity is a float32 claim: no tf32 anywhere."""
     allowed = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    torch._dynamo.reset()
     yield
-    torch._dynamo.reset()
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = allowed
 
 

@@ -213,7 +213,6 @@ MODELS: dict[str, Callable[[], Any]] = {"qwen3_5": FAMILIES["qwen3_5"], "nemotro
 @pytest.mark.parametrize("family", MODELS)
 def test_compiled_decoding_replays_graphs(family: str) -> None:
     """Inductor with CUDA graphs over flushes; the second call, with another prompt, replays the first one's graphs."""
-    torch._dynamo.reset()
     model = MODELS[family]().cuda()
     for seed in range(2):
         inputs = {name: tensor.cuda() for name, tensor in prompt(3, 9, [0, 1, 5], seed=seed).items()}
@@ -226,4 +225,3 @@ def test_compiled_decoding_replays_graphs(family: str) -> None:
             compile_config=CompileConfig(fullgraph=True, mode="reduce-overhead", dynamic=False),
         )
         assert torch.equal(output, greedy_without_cache(model, inputs["input_ids"], inputs["attention_mask"], 24))
-    torch._dynamo.reset()

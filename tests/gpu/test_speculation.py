@@ -49,7 +49,6 @@ def test_rows_that_accept_apart(family: str, implementation: str) -> None:
         rounds_seen = [added - 1 for row in rounds.added for added in row if added]
         assert max(rounds_seen) >= 2
         assert 0 in rounds_seen
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

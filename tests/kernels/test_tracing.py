@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,11 +28,9 @@ CURSORS = [
 
 
 @pytest.fixture(params=["eager", "aot_eager"], autouse=True)
-def counter(request: pytest.FixtureRequest) -> Iterator[CompileCounterWithBackend]:
+def counter(request: pytest.FixtureRequest) -> CompileCounterWithBackend:
     """A backend that counts the graphs it gets."""
-    torch._dynamo.reset()
-    yield CompileCounterWithBackend(request.param)
-    torch._dynamo.reset()
+    return CompileCounterWithBackend(request.param)
 
 
 def compare(function: Callable[..., Any], backend: Any, calls: list[dict[str, Any]], buffers: dict[str, Any]) -> None:

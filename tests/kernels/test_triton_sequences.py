@@ -85,7 +85,6 @@ def two_steps(operator: Operator, count: int) -> tuple[Callable[..., Any], dict[
 @OPERATORS_IN_TRITON
 def test_compiled_steps_write_the_same_bits(operator: Operator) -> None:
     """Two steps and a change of the state between them in one graph, functionalised; another cursor, the same graph."""
-    torch._dynamo.reset()
     function, buffers = two_steps(operator, 1)
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
     states = []
@@ -101,7 +100,6 @@ def test_compiled_steps_write_the_same_bits(operator: Operator) -> None:
         flushed = [not torch.equal(two["state"][row], buffers["state"][row] * 0.5) for row in range(2)]
         assert flushed == expected
         states.append(two["state"])
-    torch._dynamo.reset()
 
 
 def operands(case: Case) -> tuple[Any, ...]:
@@ -126,7 +124,6 @@ def test_the_registered_convolution_is_as_declared() -> None:
 
 
 def test_a_compiled_convolution_writes_its_ring() -> None:
-    torch._dynamo.reset()
     weight, kernel = torch.randn(5, 4, device=DEVICE), KERNELS["causal_conv"]
 
     def function(inputs: torch.Tensor, ring: torch.Tensor, position: torch.Tensor) -> Any:
@@ -141,4 +138,3 @@ def test_a_compiled_convolution_writes_its_ring() -> None:
             assert torch.equal(got, wanted)
         assert torch.equal(one, two)
         assert not torch.equal(one, ring)
-    torch._dynamo.reset()

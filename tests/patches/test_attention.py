@@ -262,8 +262,6 @@ def test_compiled_whole_and_once(family: str, monkeypatch: pytest.MonkeyPatch) -
     model = FAMILIES[family](**HEADS[family])
     inputs = prompt(2, 9, [0, 3])
     truth = greedy_without_cache(model, inputs["input_ids"], inputs["attention_mask"], 12)
-    torch._dynamo.reset()
-    counters.clear()
     _forbid_expansion(monkeypatch)
     compiled = transformers.CompileConfig(fullgraph=True, backend="aot_eager", mode=None, dynamic=False)
     compiled._compile_all_devices = True
@@ -271,4 +269,3 @@ def test_compiled_whole_and_once(family: str, monkeypatch: pytest.MonkeyPatch) -
         arguments = {**REPLAY, "cache_implementation": "replay_static", "compile_config": compiled}
         assert torch.equal(model.generate(**inputs, **arguments), truth)
     assert counters["stats"]["unique_graphs"] == 1
-    torch._dynamo.reset()

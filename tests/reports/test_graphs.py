@@ -32,8 +32,6 @@ def test_compiled_and_eager_forwards_take_turns(family: str) -> None:
 
     Prefill compiled and decode eager, the reverse, and in turns; every phase comes up, twice with other tokens.
     """
-    torch._dynamo.reset()
-    counters.clear()
     model = models.FAMILIES[family](["linear_attention", "full_attention"] if family == "qwen3_5" else "M*")
     models.assert_state_matters(model)
     compiled = torch.compile(model.forward, backend="eager", dynamic=False)
@@ -53,4 +51,3 @@ def test_compiled_and_eager_forwards_take_turns(family: str) -> None:
         for index in layers(cache):
             assert_states(cache.state(index), stock_state(stock, index))
     assert counters["stats"]["unique_graphs"] == 2, "one for the prompt, one for all steps"
-    torch._dynamo.reset()
