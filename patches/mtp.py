@@ -75,8 +75,13 @@ class MtpHead:
 
 
 def last_device(model: Any) -> torch.device:
-    """Where the model's last layer is, and its head with it."""
-    return next(parameter.device for parameter in model.get_decoder().layers[-1].parameters())
+    """Where the model's last layer computes, and its head with it; weights that wait elsewhere are brought there."""
+    layer = model.get_decoder().layers[-1]
+    for module in layer.modules():
+        device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+        if device is not None:
+            return torch.device(device)
+    return next(parameter.device for parameter in layer.parameters())
 
 
 def mtp_layers(config: Any) -> int | None:

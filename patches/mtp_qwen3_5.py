@@ -23,7 +23,8 @@ class Qwen3_5Head(MtpHead):
         self, embedded: torch.Tensor, states: torch.Tensor, mask: Any, positions: torch.Tensor, others: dict[str, Any]
     ) -> torch.Tensor:
         """States ``[B, T, hidden]`` of the head, from embeddings and the target's states (both ``[B, T, hidden]``)."""
-        rotation = self.rotary(embedded, position_ids=positions)
+        cosine, sine = self.rotary(embedded, position_ids=positions)  # the model's, on the device of its first layer
+        rotation = cosine.to(embedded.device), sine.to(embedded.device)
         return self.layers[0](
             embedded, states, position_embeddings=rotation, attention_mask=mask, position_ids=positions, **others
         )

@@ -9,9 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from accelerate.utils import set_module_tensor_to_device
+from packaging.version import Version
 
 import replay_transformers as rt
 from replay_transformers.generation.row_cache import RowCache
+from tests.support import mtp
+from tests.support.batches import observed
 from tests.support.devices import Devices, devices
 from tests.support.dispatch import (
     EVERY_CALL,
@@ -33,6 +38,7 @@ from tests.support.dispatch import (
 )
 from tests.support.generation import CACHE_ARGUMENT
 from tests.support.models import assert_state_matters, build_nemotron_h, build_qwen3_5, positions, prompt
+from tests.support.mtp import sample_qwen3_5
 
 pytestmark = pytest.mark.usefixtures("enabled")
 
@@ -170,6 +176,38 @@ def _moved(model: Any, split: list[int], max_cache_len: int | None) -> dict[str,
             name = "reject" if place == 13 else "reject there"
             count(name, lambda there=there: cache.reject_rows(there, cache.cursor.longest))
     return counted
+
+
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.23.0"), reason="transformers before 5.23 has no use_mtp"
+)
+@pytest.mark.parametrize("split", ["inside a run", "first elsewhere"])
+@pytest.mark.parametrize("implementation", ["replay", "replay_static"])
+def test_multi_token_prediction(split: str, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head is where the last layer is; embeddings come to it from elsewhere."""
+    from transformers.modeling_layers import MtpModel
+
+    model, load, loaded_on = sample_qwen3_5(), MtpModel.from_pretrained, []
+
+    def from_pretrained(target: Any, device_map: dict[str, Any]) -> Any:
+        built = load(target, device_map={"": "cpu"})  # a pretended device cannot be loaded to
+        for name, _ in built.layers.named_parameters():
+            set_module_tensor_to_device(built.layers, name, device_map[""])
+        loaded_on.append(device_map[""])
+        return built
+
+    monkeypatch.setattr(MtpModel, "from_pretrained", from_pretrained)
+    places = splits(model.config.num_hidden_layers)[split]
+    settings = {"max_new_tokens": mtp.STEPS, "do_sample": False, "num_assistant_tokens": 3, "use_mtp": True}
+    settings |= {"cache_implementation": implementation, "cache_config": REFERENCE | {"draft_length": "fixed"}}
+    with devices():
+        placed = spread(model, places, GPUS)
+        given = {name: value.to("cuda:0") for name, value in mtp.inputs("qwen3_5", 3).items()}
+        with observed(placed) as rounds:
+            output = placed.generate(**given, **settings)
+        assert torch.equal(output.cpu(), mtp.truth("qwen3_5")[:3])
+    assert max(rounds.accepted()) >= 2
+    assert loaded_on == [torch.device(GPUS[places[-1]])]
 
 
 def test_positions_of_ones_own() -> None:

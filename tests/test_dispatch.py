@@ -11,9 +11,12 @@ import pytest
 import torch
 import transformers
 from accelerate.utils import send_to_device
+from packaging.version import Version
 from torch import nn
 
 import replay_transformers as rt
+from tests.support import mtp
+from tests.support.batches import observed
 from tests.support.dispatch import (
     CALLS,
     MODELS,
@@ -92,6 +95,23 @@ def test_every_kind_of_call(family: str, implementation: str, enabled: None, tmp
     offloaded(assistant, "last", tmp_path / "assistant")
     for (name, rows), truth in zip(wanted, truths, strict=True):
         assert torch.equal(generated(model, name, rows, assistant, **settings), truth), name
+
+
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.23.0"), reason="transformers before 5.23 has no use_mtp"
+)
+@pytest.mark.parametrize("how", ["cpu", "last"])
+@pytest.mark.parametrize("family", list(mtp.MODELS))
+def test_multi_token_prediction(family: str, how: str, enabled: None, tmp_path: Path) -> None:
+    """The head is not offloaded: it is where the model's last layer computes."""
+    model = offloaded(copy.deepcopy(mtp.MODELS[family]()), how, tmp_path)
+    settings = {"use_mtp": True, "num_assistant_tokens": 3, "max_new_tokens": mtp.STEPS, "do_sample": False}
+    settings |= {"cache_config": {"draft_length": "fixed"}}
+    for implementation in IMPLEMENTATIONS:
+        with observed(model) as rounds:
+            output = model.generate(**mtp.inputs(family, 3), **settings, cache_implementation=implementation)
+        assert torch.equal(output, mtp.truth(family)[:3])
+        assert max(rounds.accepted()) >= 2
 
 
 @pytest.mark.parametrize("precision", [{"readout": "fp8"}, {"checkpoint": "fp8_sr"}], ids=str)

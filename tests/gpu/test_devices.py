@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
 from replay_transformers.patches import capture
+from tests.support import mtp
 from tests.support.dispatch import (
     EVERY_CALL,
     MODELS,
@@ -121,6 +124,21 @@ def test_precisions_on_several_gpus(family: str, precision: dict[str, str]) -> N
     for current in GPUS:
         with torch.cuda.device(current):
             assert_same(session(placed, FIRST, impl="triton", **precision)[0], truth)
+
+
+@SEVERAL
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.23.0"), reason="no use_mtp before 5.23")
+@pytest.mark.parametrize("family", list(mtp.MODELS))
+def test_multi_token_prediction(family: str) -> None:
+    """The head is where the last layer is, behind the embeddings of another GPU."""
+    model = mtp.MODELS[family]()
+    truth, given = mtp.truth(family)[:3], {name: value.to(FIRST) for name, value in mtp.inputs(family, 3).items()}
+    where = places(model.config.num_hidden_layers, "inside a run", GPUS)
+    placed = dispatched(model, where, FIRST, GPUS[-1])
+    settings = {"max_new_tokens": mtp.STEPS, "do_sample": False, "use_mtp": True, "num_assistant_tokens": 3}
+    for implementation in ("replay", "replay_static"):
+        output = placed.generate(**given, **settings, cache_implementation=implementation, disable_compile=True)
+        assert torch.equal(output.cpu(), truth)
 
 
 @SEVERAL

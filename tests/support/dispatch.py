@@ -52,12 +52,16 @@ def splits(layers: int) -> dict[str, list[int]]:
 
 
 def device_map(model: Any, places: list[Any], first: Any, last: Any) -> dict[str, Any]:
-    """One of accelerate's: where the layers are, what comes before them (``first``) and behind them (``last``)."""
+    """One of accelerate's: where the layers are, what comes before them (``first``) and behind them (``last``).
+
+    An output matrix that is the embedding is where that is.
+    """
     layers = {f"model.layers.{index}": place for index, place in enumerate(places)}
     assert len(layers) == model.config.num_hidden_layers
     others = {f"model.{name}": last if "norm" in name else first for name, _ in model.model.named_children()}
     del others["model.layers"]
-    return {**others, **layers, "lm_head": last}
+    head = first if model.config.get_text_config().tie_word_embeddings else last
+    return {**others, **layers, "lm_head": head}
 
 
 def spread(model: Any, split: list[int], devices: list[str]) -> Any:
