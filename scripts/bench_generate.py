@@ -1,8 +1,9 @@
-"""Time whole decode steps through `model.generate`, with random weights, on a GPU.
+"""Time whole decode steps through `model.generate`, with random weights, on a GPU or several.
 
 Stock transformers with a dynamic and with a static cache, against replay caches. Logits are compared with the dynamic
-cache's, on the same tokens, before a cell is timed. With --largest-batch: the largest batch that fits the GPU. Results
-go to a JSON file after every cell and every batch that was tried; what is already in it is skipped.
+cache's, on the same tokens, before a cell is timed. With --largest-batch: the largest batch that fits the GPU. With
+--gpus: a model spread by accelerate, layer by layer. Results go to a JSON file after every cell and every batch that
+was tried; what is already in it is skipped.
 """
 
 from pathlib import Path
@@ -27,6 +28,7 @@ from benchmarks.largest_batch import UNFINISHED, LargestBatch, search
 from benchmarks.precision_grid import Setting
 from benchmarks.presets import Preset, chosen_presets
 from benchmarks.results import Budget, Results, default_path, environment
+from benchmarks.several_gpus import devices_for
 from benchmarks.stock import functions_called, provide_mamba_ssm, require_fast
 from benchmarks.tables import generate_table
 from benchmarks.weights import assert_usable, build_model
@@ -50,7 +52,10 @@ def main(
     output: Annotated[Path | None, typer.Option(help="JSON file; by default results/generate-<gpu>.json.")] = None,
     redo: Annotated[bool, typer.Option(help="Measure cells anew that are already in the file.")] = False,
     minutes: Annotated[float | None, typer.Option(help="Stop before this much time has passed.")] = None,
-    weights_gib: Annotated[float, typer.Option(help="Memory for weights; larger models lose their last layers.")] = 60,
+    gpus: Annotated[int, typer.Option(help="GPUs of this host that a model is spread over.", min=1)] = 1,
+    weights_gib: Annotated[
+        float, typer.Option(help="Memory for weights per GPU; larger models lose their last layers.")
+    ] = 60,
     mamba_ssm_source: Annotated[
         Path | None, typer.Option(help="Folder mamba_ssm of mamba-ssm's sources, for stock Nemotron-H.")
     ] = None,
@@ -77,15 +82,16 @@ def main(
     precision.config("auto")
     shapes = [parse_shape(text) for text in shape or ()]
     planned: list[Cell] = list(
-        largest_cells(presets, largest_batch, shapes or [SEARCHED], only, precision)
+        largest_cells(presets, largest_batch, shapes or [SEARCHED], only, precision, gpus)
         if largest_batch
-        else all_cells(presets, shapes or list(SHAPES), only, precision)
+        else all_cells(presets, shapes or list(SHAPES), only, precision, gpus)
     )
     results, budget = Results(output or default_path("generate"), redo=redo), Budget(minutes)
     if cells:
         for cell in planned:
             console.print(f"{cell.key}  {results.cells.get(cell.key, {}).get('status', 'to do')}", highlight=False)
         return
+    devices = devices_for(device, gpus)
     if mamba_ssm_source is not None:
         provide_mamba_ssm(mamba_ssm_source)
     settings = Settings(
@@ -98,7 +104,7 @@ def main(
     run = Run(settings, results, budget, environment(), allow_slow_stock)
     for chosen in dict.fromkeys(cell.preset for cell in planned if is_missing(results, cell)):
         missing = [cell for cell in planned if cell.preset == chosen and is_missing(results, cell)]
-        model, layers = build(chosen, device, int(weights_gib * 2**30), getattr(torch, dtype))
+        model, layers = build(chosen, devices, int(gpus * weights_gib * 2**30), getattr(torch, dtype))
         if not run.measure_preset(model, chosen, layers, missing):
             break
         del model
@@ -115,6 +121,7 @@ def largest_cells(
     shapes: list[tuple[int, int]],
     only: list[str] | None,
     precision: Setting,
+    gpus: int,
 ) -> list[LargestBatch]:
     """The searches; raises ValueError for a configuration that does not exist."""
     unknown = set(configurations) - set(CONFIGURATIONS)
@@ -123,7 +130,7 @@ def largest_cells(
             f"--largest-batch got {', '.join(sorted(unknown))}, expected any of {', '.join(CONFIGURATIONS)}"
         )
     cells = [
-        LargestBatch(preset, configuration, batch, prompt, precision)
+        LargestBatch(preset, configuration, batch, prompt, precision, gpus)
         for preset in presets
         for batch, prompt in shapes
         for configuration in configurations
@@ -144,13 +151,14 @@ def parse_shape(text: str) -> tuple[int, int]:
     return int(batch), int(prompt)
 
 
-def build(preset: Preset, device: str, weight_bytes: int, dtype: torch.dtype) -> tuple[Any, int]:
+def build(preset: Preset, devices: list[str], weight_bytes: int, dtype: torch.dtype) -> tuple[Any, int]:
     """The model and its number of layers, announced."""
-    model, layers = build_model(preset, device, weight_bytes=weight_bytes, dtype=dtype)
+    model, layers = build_model(preset, devices, weight_bytes=weight_bytes, dtype=dtype)
     assert_usable(model)
     whole = len(preset.geometries())
+    where = f" on {len(devices)} GPUs" if len(devices) > 1 else ""
     note = "" if layers == whole else f": the first {layers} of {whole} layers, the weights of all do not fit"
-    console.print(f"{preset.name}{note}")
+    console.print(f"{preset.name}{where}{note}")
     return model, layers
 
 

@@ -1,9 +1,9 @@
-"""Time speculative decoding with a replay cache, on a GPU.
+"""Time speculative decoding with a replay cache, on a GPU or several.
 
 Models of random weights with a drafter of no cost, of which the target accepts a set number of tokens per round:
 against the same loop without drafts, against plain `generate`, and against rolling back by copies of the state. With
---real: the sample models on text, with real drafters. Results go to a JSON file after every cell; cells that are
-already in it are skipped.
+--gpus: a model spread by accelerate, layer by layer. With --real: the sample models on text, with real drafters.
+Results go to a JSON file after every cell; cells that are already in it are skipped.
 """
 
 import functools
@@ -17,6 +17,7 @@ from benchmarks.generate_cells import clean_up
 from benchmarks.presets import Preset, chosen_presets
 from benchmarks.real_drafts import RealCell, load_family, measure_real, real_cells
 from benchmarks.results import Budget, Results, default_path, environment
+from benchmarks.several_gpus import devices_for
 from benchmarks.speculative_cells import (
     BACKENDS,
     BATCHES,
@@ -63,7 +64,10 @@ def main(
     output: Annotated[Path | None, typer.Option(help="JSON file; by default results/speculative-<gpu>.json.")] = None,
     redo: Annotated[bool, typer.Option(help="Measure cells anew that are already in the file.")] = False,
     minutes: Annotated[float | None, typer.Option(help="Stop before this much time has passed.")] = None,
-    weights_gib: Annotated[float, typer.Option(help="Memory for weights; larger models lose their last layers.")] = 60,
+    gpus: Annotated[int, typer.Option(help="GPUs of this host that a model is spread over.", min=1)] = 1,
+    weights_gib: Annotated[
+        float, typer.Option(help="Memory for weights per GPU; larger models lose their last layers.")
+    ] = 60,
     prompt: Annotated[int, typer.Option(help="Tokens of the prompts.", min=2)] = Settings.prompt,
     new_tokens: Annotated[int, typer.Option(help="Tokens of a row in the timed rounds.", min=2)] = Settings.new_tokens,
     warm: Annotated[int, typer.Option(help="Rounds before them.", min=1)] = Settings.warm,
@@ -75,10 +79,12 @@ def main(
 ) -> None:
     """Check and time every cell that is missing."""
     results = Results(output or default_path("speculative"), redo=redo)
-    run = Run(results, Budget(minutes), device, cells)
+    run = Run(results, Budget(minutes), device, gpus, cells)
     if device == "cpu":
         torch.set_num_threads(1)  # tiny models lose by more
     compiled = backends(backend) if device == "cuda" else ["none"]
+    if real_text and gpus > 1:
+        raise ValueError(f"--real runs the sample models, on one GPU, got --gpus {gpus}")
     if real_text:
         drafting = real_settings(device, compiled[0], new_tokens, window, drafts)
         run.measure_real(real_cells(drafting, dtype or "float32", texts, prompt, compiled[0], only))
@@ -88,8 +94,8 @@ def main(
             prompt=prompt, new_tokens=new_tokens, warm=warm, tolerance=tolerance, window=window, checkpoint=checkpoint
         )
         places = chosen_presets(preset or DEFAULT_PRESETS), batch or list(BATCHES), tokens or list(FORWARDS)
-        planned = all_cells(*places, accepted, compiled, only)
-        run.measure(planned, settings, int(weights_gib * 2**30), getattr(torch, dtype or "bfloat16"))
+        planned = all_cells(*places, accepted, compiled, only, gpus)
+        run.measure(planned, settings, int(gpus * weights_gib * 2**30), getattr(torch, dtype or "bfloat16"))
         shown = speculative_table(synthetic(results.cells))
     if cells:
         return
@@ -119,12 +125,13 @@ class Run:
     """What the cells of a run share.
 
     Args:
-        results: where they go. budget: the time they may take. device: where models run.
+        results: where they go. budget: the time they may take. device: where models run. gpus: how many of them.
         listing: only say which cells there are.
     """
 
-    def __init__(self, results: Results, budget: Budget, device: str, listing: bool) -> None:
-        self.results, self.budget, self.device, self.listing = results, budget, device, listing
+    def __init__(self, results: Results, budget: Budget, device: str, gpus: int, listing: bool) -> None:
+        self.results, self.budget, self.listing = results, budget, listing
+        self.device, self.gpus = device, gpus
         self.where = environment()
         self.failed: list[str] = []
 
@@ -172,9 +179,11 @@ class Run:
 
     def build(self, preset: Preset, weight_bytes: int, dtype: torch.dtype) -> tuple[Any, int]:
         """The model and its number of layers, announced."""
-        model, layers = build_model(preset, self.device, weight_bytes=weight_bytes, dtype=dtype)
+        devices = devices_for(self.device, self.gpus)
+        model, layers = build_model(preset, devices, weight_bytes=weight_bytes, dtype=dtype)
         assert_usable(model)
-        console.print(f"{preset.name}, {layers} of {len(preset.geometries())} layers")
+        where = f" on {self.gpus} GPUs" if self.gpus > 1 else ""
+        console.print(f"{preset.name}{where}, {layers} of {len(preset.geometries())} layers")
         return model, layers
 
     def put(self, key: str, measure: Callable[[], dict[str, Any]], facts: dict[str, Any], model: Any) -> None:

@@ -16,8 +16,9 @@ from .generate_steps import StepRecorder, run_generate
 from .precision_grid import Setting
 from .presets import Preset
 from .profiles import NAME_LENGTH, kernel_times, step_profile
+from .several_gpus import devices_of
 from .stock import require_kernel
-from .timing import gib_at_peak, quantile
+from .timing import peak_memory, quantile, reset_peaks
 
 # name -> arguments of `generate`. On a GPU transformers compiles the fixed ones by itself, with CUDA graphs.
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -46,18 +47,23 @@ FLOAT32 = Setting("float32")
 
 @dataclass(frozen=True)
 class Cell:
-    """What is measured."""
+    """What is measured.
+
+    Args:
+        gpus: that the model is spread over.
+    """
 
     preset: Preset
     configuration: str
     batch: int
     prompt: int
     precision: Setting = FLOAT32
+    gpus: int = 1
 
     @property
     def key(self) -> str:
         """Its name in the results."""
-        return f"{self.preset.name}/{self.label}/b{self.batch}/p{self.prompt}"
+        return f"{self.preset.name}/{self.label}/b{self.batch}/p{self.prompt}{on_several(self.gpus)}"
 
     @property
     def label(self) -> str:
@@ -73,6 +79,11 @@ class Cell:
 
 
 AnyCell = TypeVar("AnyCell", bound=Cell)
+
+
+def on_several(gpus: int) -> str:
+    """The end of a cell's key where the model is spread over several GPUs; nothing for one."""
+    return f"/{gpus}gpus" if gpus > 1 else ""
 
 
 @dataclass(frozen=True)
@@ -106,11 +117,15 @@ class Expected:
 
 
 def all_cells(
-    presets: list[Preset], shapes: list[tuple[int, int]], only: list[str] | None, precision: Setting = FLOAT32
+    presets: list[Preset],
+    shapes: list[tuple[int, int]],
+    only: list[str] | None,
+    precision: Setting = FLOAT32,
+    gpus: int = 1,
 ) -> list[Cell]:
     """Every combination that a pattern of ``only`` matches, all configurations of a shape next to each other."""
     cells = [
-        Cell(preset, configuration, batch, prompt, precision)
+        Cell(preset, configuration, batch, prompt, precision, gpus)
         for preset in presets
         for batch, prompt in shapes
         for configuration in CONFIGURATIONS
@@ -151,6 +166,7 @@ def measure_cell(model: Any, cell: Cell, settings: Settings, expected: Expected 
         "configuration": cell.label,
         "batch": cell.batch,
         "prompt": cell.prompt,
+        "gpus": cell.gpus,
         "status": "measured",
     }
     if cell.configuration not in STOCK:
@@ -200,7 +216,7 @@ def generate_arguments(cell: Cell, settings: Settings) -> dict[str, Any]:
 
 def _measure(model: Any, cell: Cell, settings: Settings, expected: Expected | None) -> dict[str, Any]:
     ids, arguments = prompt_ids(model, cell.batch, cell.prompt), generate_arguments(cell, settings)
-    device = model.device
+    device, devices = model.device, devices_of(model)
     checker = StepRecorder(device, checked_rows(cell.batch), None if expected is None else expected.tokens)
     first_call, _ = run_generate(model, ids, settings.checked, checker, **arguments)
     record: dict[str, Any] = {"first_call_s": round(first_call, 3), "logit_error": None}
@@ -216,17 +232,15 @@ def _measure(model: Any, cell: Cell, settings: Settings, expected: Expected | No
         heaviest = sorted(calls, key=calls.__getitem__, reverse=True)[:HEAVIEST]
         record["heaviest_kernels"] = [name[:NAME_LENGTH] for name in heaviest]
     run_generate(model, ids, settings.short, StepRecorder(device), **arguments)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+    reset_peaks(devices)
     short, _ = run_generate(model, ids, settings.short, StepRecorder(device), **arguments)
     recorder = StepRecorder(device)
     long, _ = run_generate(model, ids, settings.long, recorder, **arguments)
     times = {
         **step_times(recorder, settings),
         "step_by_difference_ms": 1e3 * (long - short) / (settings.long - settings.short),
-        "peak_gib": gib_at_peak(device),
     }
-    record |= {name: round(value, 4) for name, value in times.items()}
+    record |= {name: round(value, 4) for name, value in times.items()} | peak_memory(devices)
     if settings.profiled:
         record["profile_ms"] = step_profile(
             lambda count: run_generate(model, ids, count, StepRecorder(device), **arguments), *PROFILED_TOKENS

@@ -7,12 +7,15 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from .several_gpus import devices_of
+from .timing import synchronise
+
 
 class StepRecorder(LogitsProcessor):
     """Called by `generate` once per step.
 
     Args:
-        device: where the model is.
+        device: where the model is; of several devices the one of its outputs.
         rows: rows whose logits are kept; none by default.
         forced: ``[B, steps]`` tokens to go on with, whatever the logits say.
     """
@@ -53,7 +56,8 @@ class StepRecorder(LogitsProcessor):
 
 def run_generate(model: Any, ids: torch.Tensor, new_tokens: int, recorder: StepRecorder, **arguments: Any) -> Any:
     """Greedy `generate` of exactly ``new_tokens`` tokens; returns ``(seconds, tokens)``."""
-    _synchronise(recorder.device)
+    devices = devices_of(model)
+    synchronise(devices)
     start = time.perf_counter()
     recorder.mark()
     output = model.generate(
@@ -64,10 +68,5 @@ def run_generate(model: Any, ids: torch.Tensor, new_tokens: int, recorder: StepR
         logits_processor=LogitsProcessorList([recorder]),
         **arguments,
     )
-    _synchronise(recorder.device)
+    synchronise(devices)
     return time.perf_counter() - start, output
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()

@@ -16,12 +16,14 @@ from .generate_cells import (
     generate_arguments,
     is_out_of_memory,
     logit_error,
+    on_several,
     patches,
     prompt_ids,
     step_times,
 )
 from .generate_steps import StepRecorder, run_generate
-from .timing import gib_at_peak
+from .several_gpus import devices_of
+from .timing import peak_memory, reset_peaks
 
 MULTIPLE = 8  # of every batch that is tried
 MOST_ROWS = 1 << 16
@@ -38,7 +40,7 @@ class LargestBatch(Cell):
     @property
     def key(self) -> str:
         """Its name in the results."""
-        return f"{self.preset.name}/{self.label}/largest/p{self.prompt}"
+        return f"{self.preset.name}/{self.label}/largest/p{self.prompt}{on_several(self.gpus)}"
 
 
 def next_batch(tried: Tried, start: int) -> int | None:
@@ -91,6 +93,7 @@ def _record(cell: LargestBatch, tried: Tried) -> Record:
         "configuration": cell.label,
         "batch": best,
         "prompt": cell.prompt,
+        "gpus": cell.gpus,
         "status": UNFINISHED,
         "tried": tried,
         **(tried.get(str(best)) or {}),
@@ -115,9 +118,8 @@ def attempt(model: Any, cell: LargestBatch, batch: int, settings: Settings, expe
 
 
 def _attempt(model: Any, cell: LargestBatch, batch: int, settings: Settings, expected: Expected) -> Record:
-    device, arguments = model.device, generate_arguments(cell, settings)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+    device, devices, arguments = model.device, devices_of(model), generate_arguments(cell, settings)
+    reset_peaks(devices)
     alike = torch.arange(batch, device=device) % MULTIPLE
     checker = StepRecorder(device, checked_rows(batch), expected.tokens[alike])
     ids = prompt_ids(model, MULTIPLE, cell.prompt)[alike]
@@ -131,5 +133,5 @@ def _attempt(model: Any, cell: LargestBatch, batch: int, settings: Settings, exp
         "logit_error": round(error, 4),
         **{name: round(value, 4) for name, value in times.items()},
         "tokens_per_s": round(1e3 * batch / times["step_ms"], 2),
-        "peak_gib": gib_at_peak(device),
+        **peak_memory(devices),
     }

@@ -14,7 +14,7 @@ from .precision_grid import Setting
 from .precision_tables import setting_name, title
 from .speculative_tables import speed_up as over
 from .summary import GENERATE_ORDER, ordered, other_configurations, precisions
-from .tables import Cells, speed_up
+from .tables import Cells, model_title, speed_up
 
 plt.rcParams.update({"font.size": 10, "svg.hashsalt": "replay", "axes.spines.top": False, "axes.spines.right": False})
 
@@ -23,10 +23,10 @@ MARKERS = "osD^vP"
 STYLES = {"t1/float32": "-", "t1/bfloat16": "--"}
 
 
-def _by_preset(cells: Cells) -> dict[str, list[dict[str, Any]]]:
+def _by_model(cells: Cells) -> dict[str, list[dict[str, Any]]]:
     groups: dict[str, list[dict[str, Any]]] = {}
     for cell in ordered(cells, "batch"):
-        groups.setdefault(cell["preset"], []).append(cell)
+        groups.setdefault(model_title(cell), []).append(cell)
     return groups
 
 
@@ -60,11 +60,11 @@ def _panels(count: int) -> tuple[Any, Any]:
 def plot_speed_up(cells: Cells, path: Path, where: str) -> Path:
     """Single-token step on average, flushes included, against the tuned eager update."""
     figure, axes = plt.subplots(figsize=(8, 4.5))
-    for index, (preset, group) in enumerate(_by_preset(cells).items()):
+    for index, (model, group) in enumerate(_by_model(cells).items()):
         for name, style in STYLES.items():
             points = [(cell["batch"], speed_up(cell, name)) for cell in group if name in cell["replay"]]
             if points:
-                label = f"{preset}, {name.partition('/')[2]}"
+                label = f"{model}, {name.partition('/')[2]}"
                 axes.plot(*zip(*points, strict=True), style, color=COLOURS[index], marker=MARKERS[index], label=label)
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_ylim(bottom=0)
@@ -80,9 +80,9 @@ def plot_precision_steps(cells: Cells, path: Path, where: str) -> Path:
 
     Solid for separate copies, dashed for shared ones, dotted with a decay skip.
     """
-    groups, names = _by_preset(cells), precisions(cells)
+    groups, names = _by_model(cells), precisions(cells)
     figure, panels = _panels(len(groups))
-    for axes, (preset, group) in zip(panels.flat, groups.items(), strict=False):
+    for axes, (model, group) in zip(panels.flat, groups.items(), strict=False):
         for index, precision in enumerate(names):
             name, setting = f"t1/{precision}", Setting.parse(precision)
             points = [(cell["batch"], speed_up(cell, name)) for cell in group if name in cell["replay"]]
@@ -94,7 +94,7 @@ def plot_precision_steps(cells: Cells, path: Path, where: str) -> Path:
                 axes.plot(*zip(*points, strict=True), style, label=precision, **look)
         axes.axhline(1, color="black", linewidth=0.8)
         axes.set_ylim(bottom=0)
-        axes.set_title(preset, fontsize=10)
+        axes.set_title(model, fontsize=10)
         axes.set_ylabel("times as fast as eager, float32")
         _batch_axis(axes, sorted({cell["batch"] for cell in group}))
     last = panels.flat[len(groups) - 1]
@@ -107,18 +107,18 @@ def plot_precision_steps(cells: Cells, path: Path, where: str) -> Path:
 def plot_bandwidth(cells: Cells, path: Path, where: str) -> Path:
     """How much of the read ceiling the baseline and a plain step reach."""
     figure, axes = plt.subplots(figsize=(8, 4.5))
-    for index, (preset, group) in enumerate(_by_preset(cells).items()):
+    for index, (model, group) in enumerate(_by_model(cells).items()):
         look: dict[str, Any] = {"color": COLOURS[index], "marker": MARKERS[index]}
         batches = [cell["batch"] for cell in group]
         eager = [100 * cell["eager"]["share_of_ceiling"] for cell in group]
-        axes.plot(batches, eager, ":", label=f"{preset}, eager", **look)
+        axes.plot(batches, eager, ":", label=f"{model}, eager", **look)
         points = [
             (cell["batch"], 100 * cell["replay"]["t1/float32"]["share_of_ceiling"])
             for cell in group
             if "t1/float32" in cell["replay"]
         ]
         if points:
-            axes.plot(*zip(*points, strict=True), "-", label=f"{preset}, replay", **look)
+            axes.plot(*zip(*points, strict=True), "-", label=f"{model}, replay", **look)
     axes.axhline(100, color="black", linewidth=0.8)
     axes.set_ylim(0, 105)
     axes.set_ylabel("% of the read ceiling")
@@ -131,17 +131,16 @@ def plot_bandwidth(cells: Cells, path: Path, where: str) -> Path:
 def plot_generate(cells: Cells, path: Path, where: str) -> Path:
     """Milliseconds per step of `generate` by batch size, one panel per model, shortest prompt."""
     shortest = min(cell["prompt"] for cell in cells.values())
-    groups = _by_preset({key: cell for key, cell in cells.items() if cell["prompt"] == shortest})
+    groups = _by_model({key: cell for key, cell in cells.items() if cell["prompt"] == shortest})
     figure, panels = _panels(len(groups))
-    for axes, (preset, group) in zip(panels.flat, groups.items(), strict=False):
+    for axes, (model, group) in zip(panels.flat, groups.items(), strict=False):
         for index, name in enumerate([*GENERATE_ORDER, *other_configurations(cells)]):
             points = [(c["batch"], c["step_ms"]) for c in group if c["configuration"] == name and "step_ms" in c]
             if points:
                 place, style = index % len(COLOURS), "-" if index < len(GENERATE_ORDER) else "--"
                 look: dict[str, Any] = {"color": COLOURS[place], "marker": MARKERS[place]}
                 axes.plot(*zip(*points, strict=True), style, label=name, **look)
-        first = group[0]
-        axes.set_title(preset if first.get("is_whole", True) else f"{preset}, {first['layers']} layers", fontsize=10)
+        axes.set_title(model, fontsize=10)
         axes.set_ylabel("ms per step")
         axes.set_ylim(bottom=0)
         _batch_axis(axes, sorted({cell["batch"] for cell in group}))
@@ -152,10 +151,10 @@ def plot_generate(cells: Cells, path: Path, where: str) -> Path:
 
 def plot_speculative(cells: Cells, path: Path, where: str) -> Path:
     """Tokens per second over plain decoding by batch size, a line per length of forwards, one panel per model."""
-    groups = _by_preset(cells)
+    groups = _by_model(cells)
     figure, panels = _panels(len(groups))
     lengths = sorted({(cell["tokens"], cell["accepted"]) for cell in cells.values() if cell["tokens"] > 1})
-    for axes, (preset, group) in zip(panels.flat, groups.items(), strict=False):
+    for axes, (model, group) in zip(panels.flat, groups.items(), strict=False):
         for index, (tokens, accepted) in enumerate(lengths):
             look: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
             for method, style in (("replay", "-"), ("snapshots", ":")):
@@ -167,7 +166,7 @@ def plot_speculative(cells: Cells, path: Path, where: str) -> Path:
                     axes.plot(*zip(*points, strict=True), style, label=label, **look)
         axes.axhline(1, color="black", linewidth=0.8)
         axes.set_ylim(bottom=0)
-        axes.set_title(preset, fontsize=10)
+        axes.set_title(model, fontsize=10)
         axes.set_ylabel("times as fast as plain")
         _batch_axis(axes, sorted({cell["batch"] for cell in group}))
     last = panels.flat[len(groups) - 1]

@@ -16,11 +16,12 @@ from replay_transformers.generation.rows import Rows
 from replay_transformers.patches.capture import with_own_backend
 from replay_transformers.patches.row_models import ReplayRows
 
-from .generate_cells import checked_rows, is_out_of_memory, logit_error, prompt_ids
+from .generate_cells import checked_rows, is_out_of_memory, logit_error, on_several, prompt_ids
 from .generate_steps import run_generate
 from .presets import Preset
+from .several_gpus import devices_of, is_spread, prepare
 from .speculative_loop import KnownDrafter, KnownLoop, KnownText, RoundRecorder, SnapshotRows
-from .timing import summarise
+from .timing import peak_memory, summarise
 
 # replay: rejected drafts are forgotten by moving a pointer. snapshots: the state is copied, and copied back.
 # plain: the same loop without drafts. generate: transformers' own loop without drafts. All on fixed shapes.
@@ -45,6 +46,7 @@ class Cell:
         tokens: of a forward, drafts and the one before them; 1 without drafts.
         accepted: drafts that are accepted in each round.
         backend: what compiles the forwards.
+        gpus: that the model is spread over.
     """
 
     preset: Preset
@@ -53,11 +55,13 @@ class Cell:
     tokens: int
     accepted: int
     backend: str
+    gpus: int = 1
 
     @property
     def key(self) -> str:
         """Its name in the results."""
-        return f"{self.preset.name}/{self.method}/b{self.batch}/t{self.tokens}/a{self.accepted}/{self.backend}"
+        name = f"{self.preset.name}/{self.method}/b{self.batch}/t{self.tokens}/a{self.accepted}/{self.backend}"
+        return name + on_several(self.gpus)
 
 
 @dataclass(frozen=True)
@@ -95,14 +99,15 @@ def all_cells(
     accepted: int | None,
     backends: list[str],
     only: list[str] | None,
+    gpus: int = 1,
 ) -> list[Cell]:
     """Every combination that a pattern of ``only`` matches, what a comparison needs next to each other."""
     cells = []
     for preset, backend, tokens, batch in itertools.product(presets, backends, forwards, batches):
         kept = default_accepted(tokens) if accepted is None else min(accepted, tokens - 1)
         if tokens == forwards[0]:
-            cells += [Cell(preset, method, batch, 1, 0, backend) for method in PLAIN]
-        cells += [Cell(preset, method, batch, tokens, kept, backend) for method in SPECULATIVE]
+            cells += [Cell(preset, method, batch, 1, 0, backend, gpus) for method in PLAIN]
+        cells += [Cell(preset, method, batch, tokens, kept, backend, gpus) for method in SPECULATIVE]
     return [cell for cell in cells if not only or any(fnmatch.fnmatch(cell.key, f"*{pattern}*") for pattern in only)]
 
 
@@ -116,7 +121,7 @@ def measure_cell(model: Any, cell: Cell, settings: Settings, expected: torch.Ten
     record: dict[str, Any] = {
         "preset": cell.preset.name, "method": cell.method, "batch": cell.batch, "tokens": cell.tokens,
         "accepted": cell.accepted, "backend": cell.backend, "prompt": settings.prompt, "window": settings.window,
-        "checkpoint": settings.checkpoint, "status": "measured",
+        "checkpoint": settings.checkpoint, "gpus": cell.gpus, "status": "measured",
     }  # fmt: skip
     try:
         with rt.enable():
@@ -154,7 +159,7 @@ def _measure_loop(model: Any, cell: Cell, settings: Settings, expected: torch.Te
     rows, forwards = Rows(ids[:, : settings.prompt], None, 0), [0]
     target = _target(model, cell, settings, last, forwards)
     timed = -(-settings.new_tokens // added)
-    recorder = RoundRecorder(model.device, warm=1 + rounds - timed)
+    recorder = RoundRecorder(devices_of(model), warm=1 + rounds - timed)
     loop = KnownLoop(
         target,
         KnownDrafter(text, drafts),
@@ -168,13 +173,12 @@ def _measure_loop(model: Any, cell: Cell, settings: Settings, expected: torch.Te
         kept_rows=checked_rows(cell.batch),
         kept_until=settings.prompt + settings.checked,
     )
-    with model._optimize_model_for_decode():
-        loop.run(rows)
+    loop.run(rows)
     in_vain = int(loop.goes_ahead(rows))
     times = recorder.rounds()[:rounds]
     held = sum(target.cache.memory_footprint().values())
     copies = target.snapshot_bytes if isinstance(target, SnapshotRows) else 0
-    record = _times(times[-timed:], cell, model.device) | {
+    record = _times(times[-timed:], cell, model) | {
         "warm_up_s": round(sum(times[:-timed]) / 1e3, 3),
         "forwards_per_round": forwards[0] / (rounds + in_vain),
         "cache_gib": round(held / 2**30, 4),
@@ -190,11 +194,17 @@ def _measure_loop(model: Any, cell: Cell, settings: Settings, expected: torch.Te
 
 
 def _target(model: Any, cell: Cell, settings: Settings, length: int, forwards: list[int]) -> ReplayRows:
-    """The model on a cache with fixed shapes; its forwards behind the prompts are counted."""
+    """The model on a cache with fixed shapes; its forwards behind the prompts are counted.
+
+    Of a model on several devices the forward over the prompts makes every layer's buffers where the layer is.
+    """
     drafts = max(rt.ReplayConfig().max_draft, cell.tokens)  # one more than drafts, as `generate` has it for batches
     config = rt.ReplayConfig(window=settings.window, max_draft=drafts, checkpoint=settings.checkpoint)
     cache = rt.ReplayCache(model.config, config, max_cache_len=length)
-    cache.allocate(cell.batch, model.dtype, model.device)
+    if is_spread(model):
+        prepare(model)
+    else:
+        cache.allocate(cell.batch, model.dtype, model.device)
     call, again = _calls(model, cell)
 
     def counted(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -231,11 +241,11 @@ def _measure_generate(model: Any, cell: Cell, settings: Settings, expected: torc
         "cache_config": {"window": settings.window, "checkpoint": settings.checkpoint},
     }
     arguments |= COMPILING[cell.backend]
-    checker = RoundRecorder(model.device, 0, rows=checked_rows(cell.batch), forced=forced)
+    checker = RoundRecorder(devices_of(model), 0, rows=checked_rows(cell.batch), forced=forced)
     seconds, _ = run_generate(model, prompts, settings.checked, checker, **arguments)
-    recorder = RoundRecorder(model.device, warm=2 + warm)
+    recorder = RoundRecorder(devices_of(model), warm=2 + warm)
     run_generate(model, prompts, count, recorder, **arguments)
-    record = _times(recorder.milliseconds()[-settings.new_tokens :], cell, model.device) | {
+    record = _times(recorder.milliseconds()[-settings.new_tokens :], cell, model) | {
         "warm_up_s": round(seconds, 3),
         "forwards_per_round": 1.0,
         "logit_error": round(logit_error(torch.stack(checker.logits), expected), 4),
@@ -243,7 +253,7 @@ def _measure_generate(model: Any, cell: Cell, settings: Settings, expected: torc
     return _checked(record, settings)
 
 
-def _times(rounds: list[float], cell: Cell, device: torch.device) -> dict[str, Any]:
+def _times(rounds: list[float], cell: Cell, model: Any) -> dict[str, Any]:
     """What rounds of so many milliseconds come to. Flushes are in some of them: throughput is by their mean."""
     mean, spread = sum(rounds) / len(rounds), summarise(rounds)
     per_row = 1e3 * (cell.accepted + 1) / mean
@@ -253,7 +263,7 @@ def _times(rounds: list[float], cell: Cell, device: torch.device) -> dict[str, A
         "tokens_per_round": cell.accepted + 1,
         "row_tokens_per_s": round(per_row, 3),
         "tokens_per_s": round(per_row * cell.batch, 2),
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3) if device.type == "cuda" else 0.0,
+        **peak_memory(devices_of(model)),
     }
 
 

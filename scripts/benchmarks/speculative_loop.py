@@ -16,6 +16,7 @@ from replay_transformers.generation.rows import Rows
 from replay_transformers.patches.row_models import ReplayRows
 
 from .generate_steps import StepRecorder
+from .timing import reset_peaks, synchronise
 
 SMALL = 4 * 2**20  # bytes of a buffer under which a launch costs more than the copy
 
@@ -77,6 +78,11 @@ class KnownLoop(Loop):
     kept_until: int = field(default=0, kw_only=True)
     kept: list[torch.Tensor] = field(default_factory=list, kw_only=True)
 
+    def _rounds(self, rows: Rows) -> None:
+        """The way of experts that is for few tokens: it copies weights for each, which is too much for prompts."""
+        with self.target.model._optimize_model_for_decode():  # type: ignore[attr-defined]
+            super()._rounds(rows)
+
     def choose(self, rows: Rows, draft: Draft, scores: torch.Tensor) -> Accepted:
         """The known tokens; drafts are compared with them."""
         scores.argmax(-1)
@@ -92,18 +98,18 @@ class RoundRecorder(StepRecorder):
     """Takes the time of rounds. As a loop's clock it is asked as the first one begins and as each is over.
 
     Args:
-        device: where the model is.
+        devices: where the model is, that of its outputs first.
         warm: marks after which peak memory counts. rows, forced: as in `StepRecorder`.
     """
 
-    def __init__(self, device: torch.device, warm: int, **others: Any) -> None:
-        super().__init__(device, **others)
-        self.warm = warm
+    def __init__(self, devices: list[torch.device], warm: int, **others: Any) -> None:
+        super().__init__(devices[0], **others)
+        self.devices, self.warm = devices, warm
 
     def mark(self) -> None:
         """Take the time, on the GPU's own clock if there is one."""
-        if len(self.marks) == self.warm and self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+        if len(self.marks) == self.warm:
+            reset_peaks(self.devices)
         super().mark()
 
     def clock(self) -> float:
@@ -113,8 +119,7 @@ class RoundRecorder(StepRecorder):
 
     def rounds(self) -> list[float]:
         """Milliseconds of each round; where rounds go ahead of the host the first one has the next one's as well."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronise(self.devices)
         return self.milliseconds()
 
 
@@ -175,14 +180,14 @@ class SnapshotRows(ReplayRows):
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy tensors in place, small ones of a dtype in one launch."""
-    small: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    """Copy tensors in place, each on its device, small ones of a device and a dtype in one launch."""
+    small: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     with torch.no_grad():
         for target, source in zip(targets, sources, strict=True):
             if source.nbytes > SMALL:
                 target.copy_(source)
                 continue
-            mine, theirs = small.setdefault(source.dtype, ([], []))
+            mine, theirs = small.setdefault((source.device, source.dtype), ([], []))
             mine.append(target)
             theirs.append(source)
         for mine, theirs in small.values():

@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.table import Table
 
-from .tables import Cells, as_table
+from .tables import Cells, as_table, model_title
 
 SPECULATIVE_COLUMNS = (
     "model", "method", "batch", "T", "accepted", "backend", "round ms", "p20-p80", "mean", "tokens/s", "per row",
@@ -37,7 +37,9 @@ def reference(cells: Cells, cell: dict[str, Any], method: str) -> dict[str, Any]
     names = ["preset", "batch", "backend", "prompt", "window", "checkpoint"]
     names += ["tokens", "accepted"] if method == "snapshots" else []
     alike = (other for other in cells.values() if other["method"] == method and other["status"] == "measured")
-    return next((other for other in alike if all(other[name] == cell[name] for name in names)), None)
+    gpus = cell.get("gpus", 1)
+    there = (other for other in alike if other.get("gpus", 1) == gpus)
+    return next((other for other in there if all(other[name] == cell[name] for name in names)), None)
 
 
 def speed_up(cells: Cells, cell: dict[str, Any], method: str) -> float | None:
@@ -51,7 +53,8 @@ def speed_up(cells: Cells, cell: dict[str, Any], method: str) -> float | None:
 def speculative_rows(cells: Cells) -> Iterable[list[str]]:
     """One row per cell; a cell without a time says why."""
     for cell in cells.values():
-        head = [str(cell[name]) for name in ("preset", "method", "batch", "tokens", "accepted", "backend")]
+        facts = [str(cell[name]) for name in ("method", "batch", "tokens", "accepted", "backend")]
+        head = [model_title(cell), *facts]
         if cell["status"] != "measured":
             yield [*head, cell["status"], *["-"] * 9]
             continue
@@ -101,7 +104,7 @@ def speculative_summary(cells: Cells) -> Iterable[list[str]]:
             continue
         other = reference(cells, cell, "snapshots")
         yield [
-            cell["preset"],
+            model_title(cell),
             *(str(cell[name]) for name in ("batch", "tokens", "accepted")),
             f"{cell['tokens_per_s']:,.0f}",
             *(_ratio(speed_up(cells, cell, method)) for method in REFERENCES),

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .generate_cells import STOCK
-from .tables import Cells, eager_us, skipped, speed_up, step_us
+from .tables import Cells, eager_us, model_title, skipped, speed_up, step_us
 
 KERNEL_SUMMARY = (
     "model", "batch", "eager, µs", "replay float32", "speed-up", "replay bfloat16", "speed-up",
@@ -75,7 +75,7 @@ def fixed(cells: Cells) -> Cells:
 def largest_summary(cells: Cells) -> Iterable[list[str]]:
     """One row per model and configuration."""
     for cell in ordered(cells, "batch"):
-        row = [_title(cell), cell["configuration"], str(cell["prompt"])]
+        row = [model_title(cell), cell["configuration"], str(cell["prompt"])]
         if cell["status"] != "measured":
             yield [*row, cell["status"], "-", "-", "-"]
             continue
@@ -102,7 +102,7 @@ def generate_summary(cells: Cells) -> Iterable[list[str]]:
     others = other_configurations(cells)
     groups: dict[tuple[str, int, int], dict[str, Any]] = {}
     for cell in ordered(cells, "prompt", "batch"):
-        place = _title(cell), cell["batch"], cell["prompt"]
+        place = model_title(cell), cell["batch"], cell["prompt"]
         groups.setdefault(place, {})[cell["configuration"]] = cell
     for (model, batch, prompt), group in groups.items():
         steps = {name: cell["step_ms"] for name, cell in group.items() if cell["status"] == "measured"}
@@ -124,7 +124,3 @@ def ordered(cells: Cells, *names: str) -> list[dict[str, Any]]:
     return sorted(
         cells.values(), key=lambda cell: (presets.index(cell["preset"]), *(int(cell[name]) for name in names))
     )
-
-
-def _title(cell: dict[str, Any]) -> str:
-    return str(cell["preset"]) if cell.get("is_whole", True) else f"{cell['preset']}, {cell['layers']} layers"

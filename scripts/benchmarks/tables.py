@@ -83,8 +83,7 @@ def speed_up(cell: dict[str, Any], name: str, flushes: str | None = None) -> flo
 def generate_rows(cells: Cells) -> Iterable[list[str]]:
     """One row per cell; a cell without a time says why."""
     for cell in cells.values():
-        name = cell["preset"] if cell.get("is_whole", True) else f"{cell['preset']} ({cell['layers']} layers)"
-        head = [name, str(cell["batch"]), str(cell["prompt"]), cell["configuration"]]
+        head = [model_title(cell), str(cell["batch"]), str(cell["prompt"]), cell["configuration"]]
         if cell["status"] != "measured":
             yield [*head, cell["status"], *["-"] * 7]
             continue
@@ -100,6 +99,12 @@ def generate_rows(cells: Cells) -> Iterable[list[str]]:
             f"{cell['peak_gib']:.1f}",
             "-" if error is None else f"{error:.3f}",
         ]
+
+
+def model_title(cell: dict[str, Any]) -> str:
+    """The model, with what there is of it if that is not all, and on how many GPUs if that is not one."""
+    layers = "" if cell.get("is_whole", True) else f", {cell['layers']} layers"
+    return f"{cell['preset']}{layers}" + (f", {cell['gpus']} GPUs" if cell.get("gpus", 1) > 1 else "")
 
 
 def as_table(columns: Iterable[str], rows: Iterable[list[str]]) -> Table:

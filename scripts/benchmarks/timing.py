@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -97,9 +98,30 @@ def cache_bytes(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).L2_cache_size) if device.type == "cuda" else 0
 
 
-def gib_at_peak(device: torch.device) -> float:
-    """The most memory that tensors took since the peak was last reset; 0 on a CPU."""
-    return round(torch.cuda.max_memory_allocated() / 2**30, 4) if device.type == "cuda" else 0.0
+def synchronise(devices: Sequence[torch.device]) -> None:
+    """Wait for the GPUs among the devices."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+def reset_peaks(devices: Sequence[torch.device]) -> None:
+    """From now on `peak_memory` counts anew."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory(devices: Sequence[torch.device]) -> dict[str, Any]:
+    """The most memory that tensors took since peaks were last reset: ``peak_gib``, 0 on a CPU.
+
+    Of several GPUs it is the fullest one's, and ``peak_gib_by_gpu`` is that of each.
+    """
+    each = [
+        round(torch.cuda.max_memory_allocated(device) / 2**30, 4) if device.type == "cuda" else 0.0
+        for device in devices
+    ]
+    return {"peak_gib": max(each)} | ({"peak_gib_by_gpu": each} if len(each) > 1 else {})
 
 
 def read_ceiling(device: torch.device, gigabytes: float = 4.0) -> float:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from .presets import Preset, layers_that_fit
+from .several_gpus import build_in_places, spread
 
 # Time steps times rates: a head remembers between two and some thousand tokens.
 SHORTEST_STEP, LONGEST_STEP = 1e-2, 0.5
@@ -17,12 +18,13 @@ OUTPUTS = ("out_proj", "o_proj", "down_proj")
 
 
 def build_model(
-    preset: Preset, device: str, *, weight_bytes: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0
+    preset: Preset, device: str | list[str], *, weight_bytes: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0
 ) -> tuple[Any, int]:
     """A model in eval mode, built on the device, of as many of the preset's first layers as fit.
 
     Args:
-        weight_bytes: the memory that weights may take.
+        device: a list of several spreads the model over them, layer by layer.
+        weight_bytes: the memory that weights may take, on all devices together.
         seed: of the weights.
 
     Returns:
@@ -30,19 +32,34 @@ def build_model(
     """
     layers = layers_that_fit(preset, weight_bytes, dtype.itemsize)
     torch.manual_seed(seed)
-    model = preset.build(device, dtype, layers)
+    devices = [device] if isinstance(device, str) else device
+    places: dict[str, str] = {}
+    if len(devices) == 1:
+        model = preset.build(devices[0], dtype, layers)
+    else:
+        model, places = build_in_places(preset, devices, dtype, layers)
     draw_weights(model, seed)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
-    return model.eval().requires_grad_(False), layers
+    model.eval().requires_grad_(False)
+    if places:
+        spread(model, places)
+    return model, layers
 
 
 @torch.no_grad()
 def draw_weights(model: Any, seed: int = 0) -> None:
-    """Redraw matrices, convolutions, rates and time steps; norms and biases stay as the class made them."""
-    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
+    """Redraw matrices, convolutions, rates and time steps; norms and biases stay as the class made them.
+
+    Every device has a generator of its own: the first one that of the seed, the others those of the next seeds.
+    """
+    generators: dict[torch.device, torch.Generator] = {}
     depth_scale = len(model.base_model.layers) ** -0.5
     for name, parameter in model.named_parameters():
+        device = parameter.device
+        if device not in generators:
+            generators[device] = torch.Generator(device).manual_seed(seed + len(generators))
+        generator = generators[device]
         if name.endswith("A_log"):
             rates = torch.empty_like(parameter).uniform_(SLOWEST_RATE, FASTEST_RATE, generator=generator)
             parameter.copy_(rates.log())
