@@ -1,0 +1,84 @@
+#!/usr/bin/env bash
+# Measures what results/ holds, on this machine's GPU, in parts: each goes on where its JSON file ends.
+#
+#   bash scripts/measure.sh [PART...]
+#
+# Parts, in their order: kernels, precisions, generate, largest, speculation, text, divergence, gpus (two GPUs or more),
+# tables (the plots in docs/ and the tables of the README). MINUTES= ends each benchmark after so much time,
+# MAMBA_SSM= names the folder mamba_ssm of mamba-ssm's sources, PYTHON= an interpreter that has the package.
+
+source "$(dirname "$0")/lib.sh"
+
+python=${PYTHON:-.venv/bin/python}
+limit=(${MINUTES:+--minutes "$MINUTES"})
+stock=(${MAMBA_SSM:+--mamba-ssm-source "$MAMBA_SSM"})
+small=(--preset nemotron-3-nano-4b --preset qwen3.5-4b)
+
+bench() {
+  local script=$1
+  shift
+  say "scripts/$script $*"
+  "$python" "scripts/$script" ${limit[@]+"${limit[@]}"} "$@"
+}
+
+kernels() {
+  bench bench_kernels.py --batch 256 --batch 8 --batch 1 --tokens 1 --checkpoint float32
+  bench bench_kernels.py --batch 256 --tokens 4 --checkpoint float32
+  bench bench_kernels.py --batch 32 --batch 64 --batch 128 --batch 512 --tokens 1 --checkpoint float32
+}
+
+precisions() {
+  local form every=()
+  for form in float32 bfloat16 float32/bfloat16 float32/fp8 float32/nvfp4 fp8 nvfp4; do every+=(--checkpoint "$form"); done
+  bench bench_kernels.py "${small[@]}" --batch 256 --tokens 1 "${every[@]}"
+}
+
+generate() {
+  bench bench_generate.py ${stock[@]+"${stock[@]}"} "${small[@]}" --shape 256x64 --shape 1x64
+  bench bench_generate.py ${stock[@]+"${stock[@]}"} "${small[@]}" --shape 256x64 --readout fp8 --only replay_static@
+  bench bench_generate.py ${stock[@]+"${stock[@]}"} "${small[@]}" --shape 8x64 --shape 32x64 --shape 8x4096 --shape 8x32768
+}
+
+largest() {
+  local form
+  for form in float32 fp8 nvfp4; do
+    bench bench_generate.py ${stock[@]+"${stock[@]}"} "${small[@]}" --shape 1024x64 --checkpoint "$form" \
+      --largest-batch replay_static_graphs
+  done
+  bench bench_generate.py ${stock[@]+"${stock[@]}"} "${small[@]}" --shape 512x64 --largest-batch dynamic
+}
+
+speculation() {
+  bench bench_speculative.py "${small[@]}" --backend cudagraphs --tokens 5 --batch 1 --batch 32 --batch 256
+}
+
+text() {
+  bench bench_speculative.py --real --backend cudagraphs --texts 4 --prompt 256 --new-tokens 128
+}
+
+divergence() {
+  bench eval_precision.py
+}
+
+gpus() {
+  local large=(--preset nemotron-3-super-120b-a12b --gpus 2 --weights-gib 115) count
+  local spread=(--only /dynamic/ --only /replay_static_graphs/)  # inductor's graphs stop at a second GPU
+  bench bench_generate.py ${stock[@]+"${stock[@]}"} "${large[@]}" --shape 1x64 --shape 32x64 "${spread[@]}"
+  bench bench_speculative.py "${large[@]}" --backend cudagraphs --tokens 5 --batch 1 --batch 8
+  for count in 1 2; do
+    bench bench_generate.py ${stock[@]+"${stock[@]}"} "${small[@]}" --gpus "$count" --shape 1x64 --shape 256x64 "${spread[@]}"
+    bench bench_speculative.py "${small[@]}" --gpus "$count" --backend cudagraphs --tokens 5 --batch 1 --batch 32
+  done
+}
+
+tables() {
+  "$python" scripts/plot_results.py
+}
+
+parts=("$@")
+[[ $# -gt 0 ]] || parts=(kernels precisions generate largest speculation text divergence tables)
+for part in "${parts[@]}"; do
+  [[ $(type -t "$part") == function && " kernels precisions generate largest speculation text divergence gpus tables " == *" $part "* ]] ||
+    die "there is no part $part; see --help"
+done
+for part in "${parts[@]}"; do "$part"; done
