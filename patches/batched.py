@@ -100,11 +100,11 @@ def generate_in_rows(
         put=None if streamer is None else streamer.put,
         shown=rows.prompt,
         agree=agreement(model),
+        decoding=model._optimize_model_for_decode,  # for many tokens, as in a prompt, its way of experts is too dear
     )
     recording = cache.cursor.recording
     try:
-        with model._optimize_model_for_decode():
-            loop.run(rows)
+        loop.run(rows)
     except BaseException:
         target.forget(rows)
         cache.cursor.recording = recording

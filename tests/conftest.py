@@ -20,7 +20,6 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
-from torch._dynamo.utils import counters
 from torch.utils._device import _device_constructors
 
 from tests import poison
@@ -67,7 +66,7 @@ def _seeded() -> None:
 def _nothing_compiled() -> None:
     """Whatever ran before in this process: graphs, shapes that were seen, code that is not compiled again."""
     torch.compiler.reset()
-    counters.clear()
+    torch._dynamo.utils.counters.clear()
 
 
 @pytest.fixture(autouse=True)

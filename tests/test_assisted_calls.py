@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -167,3 +169,25 @@ def test_a_compiled_verification_has_the_same_tokens(family: str) -> None:
     arguments = settings("replay_static", 3) | {"compile_config": compile_config, "max_new_tokens": 20}
     rounds = speculate(tiny(family), prompt(1, 9), assistant_model=mostly_right(family), **arguments)
     assert torch.equal(rounds.sequences, truth(family, trained=False)[:, :29])
+
+
+@pytest.mark.parametrize("implementation", ["replay", "replay_static"])
+def test_prompts_are_not_optimised_for_decoding(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers then copies experts' weights for every token, which is too much for prompts."""
+    model, inside, seen = tiny("nemotron_h"), [False], list[tuple[bool, bool]]()
+
+    @contextlib.contextmanager
+    def optimised() -> Iterator[None]:
+        inside[0] = True
+        yield
+        inside[0] = False
+
+    def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        seen.append((kwargs["input_ids"].shape[1] > 6, inside[0]))
+
+    monkeypatch.setattr(model, "_optimize_model_for_decode", optimised)
+    hook = model.register_forward_pre_hook(note, with_kwargs=True)
+    arguments = settings(implementation, 3) | {"max_new_tokens": 20, "prompt_lookup_num_tokens": 3}
+    model.generate(**prompt(2, 9), **arguments)
+    hook.remove()
+    assert set(seen) == {(True, False), (False, True)}

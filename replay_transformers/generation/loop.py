@@ -10,6 +10,7 @@ under way already, and the GPU never waits for the host. The price is one round 
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -81,6 +82,7 @@ class Loop:
         shown: tokens of a row that it has been called with, or that need not be.
         clock: seconds.
         agree: where processes share the model, overwrites tensors with those of the first one.
+        decoding: a context of the forwards behind the prompts.
     """
 
     target: Target
@@ -96,6 +98,7 @@ class Loop:
     shown: int = 0
     clock: Callable[[], float] = time.perf_counter
     agree: Callable[..., None] | None = None
+    decoding: Callable[[], AbstractContextManager[None]] = nullcontext
     _seconds: float = field(default=0.0, init=False)  # that the last round took
     # a round whose time is not agreed on yet
     _unobserved: tuple[int, int, int, int, int] | None = field(default=None, init=False)
@@ -108,13 +111,14 @@ class Loop:
             self.drafter.start(rows, states)
         del states
         self.target.states = None  # of a whole prompt
-        self._rounds(rows)
-        if not self._has_end:
-            # as in plain generation: without an end-of-sequence token rows go on until the last one is finished
-            self.max_length, self.criteria = rows.longest, StoppingCriteriaList([MaxLengthCriteria(rows.longest)])
-            rows.active = rows.lengths < rows.longest
-            rows.read()
+        with self.decoding():
             self._rounds(rows)
+            if not self._has_end:
+                # as in plain generation: without an end-of-sequence token rows go on until the last one is finished
+                self.max_length, self.criteria = rows.longest, StoppingCriteriaList([MaxLengthCriteria(rows.longest)])
+                rows.active = rows.lengths < rows.longest
+                rows.read()
+                self._rounds(rows)
 
     @property
     def _has_end(self) -> bool:

@@ -169,6 +169,7 @@ def _measure_loop(model: Any, cell: Cell, settings: Settings, expected: torch.Te
         do_sample=False,
         max_length=last + drafts,  # so that the last draft is as long as the others
         clock=recorder.clock,
+        decoding=model._optimize_model_for_decode,
         text=text,
         kept_rows=checked_rows(cell.batch),
         kept_until=settings.prompt + settings.checked,

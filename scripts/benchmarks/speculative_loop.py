@@ -78,11 +78,6 @@ class KnownLoop(Loop):
     kept_until: int = field(default=0, kw_only=True)
     kept: list[torch.Tensor] = field(default_factory=list, kw_only=True)
 
-    def _rounds(self, rows: Rows) -> None:
-        """The way of experts that is for few tokens: it copies weights for each, which is too much for prompts."""
-        with self.target.model._optimize_model_for_decode():  # type: ignore[attr-defined]
-            super()._rounds(rows)
-
     def choose(self, rows: Rows, draft: Draft, scores: torch.Tensor) -> Accepted:
         """The known tokens; drafts are compared with them."""
         scores.argmax(-1)
