@@ -37,7 +37,7 @@ GPUS = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
 FIRST = "cuda:0"
 
 
-def places(layers: int, split: str, devices: list[str]) -> list[str]:
+def places(layers: int, split: str, devices: list[Any]) -> list[Any]:
     """Each layer's device; the layers that a split has on the second one are dealt out among all but the first."""
     return [
         devices[1 + i % (len(devices) - 1)] if other else devices[0] for i, other in enumerate(splits(layers)[split])
@@ -94,10 +94,12 @@ def test_compiled_steps(family: str, backend: str, current: int, monkeypatch: py
     original = capture.record
     monkeypatch.setattr(capture, "record", record)
     model = MODELS[family]()
-    assistant, where = assistant_for(model), places(model.config.num_hidden_layers, "to and fro", GPUS)
+    devices: list[Any] = GPUS if current == 0 else list(range(len(GPUS)))  # numbers, as `device_map="auto"` has them
+    assistant, where = assistant_for(model), places(model.config.num_hidden_layers, "to and fro", devices)
     calls = [("greedy", "replay_static"), ("lookup", "replay_static")]
     truth = sequences(model, assistant, calls)
-    placed, config = dispatched(model, where, FIRST, GPUS[-1]), CompileConfig(backend=backend, fullgraph=True)
+    config = CompileConfig(backend=backend, fullgraph=True)
+    placed = dispatched(model, where, devices[0], devices[-1])
     with torch.cuda.device(current):
         for _ in range(2):
             assert sequences(placed, assistant, calls, FIRST, "triton", compile_config=config) == truth
