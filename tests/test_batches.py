@@ -168,6 +168,7 @@ class EveryFifth(transformers.StoppingCriteria):
 
 
 @pytest.mark.core
+@EVERY_CACHE
 @EVERY_FAMILY
 @pytest.mark.parametrize(
     "extra",
@@ -181,13 +182,14 @@ class EveryFifth(transformers.StoppingCriteria):
     ],
     ids=lambda extra: "-".join(extra),
 )
-def test_processors_and_criteria(extra: dict[str, Any], family: str) -> None:
+def test_processors_and_criteria(extra: dict[str, Any], family: str, implementation: str) -> None:
     """What looks at the sequence sees each row as it is; scores and logits are those of plain generation."""
     model, inputs, assistant = tiny(family), prompt(5, 9, PADS), mostly_right(family)
     more = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-    plain = model.generate(**inputs, **settings(), **extra, **more)
+    arguments = settings(implementation, **extra, **more)
+    plain = model.generate(**inputs, **arguments)
     with observed(model) as rounds:
-        output = model.generate(**inputs, **settings(), **extra, **more, assistant_model=assistant)
+        output = model.generate(**inputs, **arguments, assistant_model=assistant)
     assert torch.equal(output.sequences, plain.sequences)
     rounds.check(accepting=1, evened=True)
     ends = extra.get("eos_token_id", [])
@@ -206,8 +208,10 @@ def test_stop_strings(family: str) -> None:
     for stop in (["self"], ["return", "\n\n"]):
         arguments = settings(tokenizer=tokenizer, stop_strings=stop)
         plain = model.generate(**texts(family), **arguments)
-        output = model.generate(**texts(family), **arguments, prompt_lookup_num_tokens=4)
+        with observed(model) as rounds:
+            output = model.generate(**texts(family), **arguments, prompt_lookup_num_tokens=4)
         assert torch.equal(output, plain)
+        rounds.check()
 
 
 @pytest.mark.core
@@ -219,7 +223,7 @@ def test_what_is_left_in_the_cache(family: str, implementation: str) -> None:
     end = truth(family)[0, 14].item()
     output = model.generate(
         **inputs,
-        **settings(implementation, eos_token_id=end, max_length=None),
+        **settings(implementation, eos_token_id=end, max_length=None, max_cache_len=64),
         assistant_model=mostly_right(family),
         return_dict_in_generate=True,
     )
@@ -227,8 +231,6 @@ def test_what_is_left_in_the_cache(family: str, implementation: str) -> None:
     assert not cache.cursor.recording
     assert not cache.cursor.ragged
     assert_as_if_fed(model, cache, output.sequences[:, :-1])
-    if implementation == "replay_static":
-        return
     ids = torch.cat([output.sequences, prompt(5, 3, seed=7)["input_ids"]], dim=1)
     again = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     expected = greedy_without_cache(model, ids, again["attention_mask"], 8)
