@@ -17,7 +17,15 @@ from benchmarks.generate_cells import clean_up
 from benchmarks.precision_cells import BACKENDS, Run, measure_group, text_ids
 from benchmarks.precision_grid import DEFAULT_GRID, SYNTAX, Setting, parse_grid
 from benchmarks.precision_synthetic import KINDS, measure_synthetic
-from benchmarks.precision_tables import heads, heads_table, precision_table, synthetic, synthetic_table, texts
+from benchmarks.precision_tables import (
+    heads,
+    heads_table,
+    precision_table,
+    ratio_table,
+    synthetic,
+    synthetic_table,
+    texts,
+)
 from benchmarks.results import Budget, Results, default_path, environment
 from rich.console import Console
 from rich.markup import escape
@@ -85,7 +93,8 @@ def main(
     if cells:
         return
     found = work.results.cells
-    for tables, chosen in ((precision_table, texts), (heads_table, heads), (synthetic_table, synthetic)):
+    shown = ((precision_table, texts), (ratio_table, texts), (heads_table, heads), (synthetic_table, synthetic))
+    for tables, chosen in shown:
         if chosen(found):
             console.print(tables(chosen(found)))
     console.print(f"written to {work.results.path}")

@@ -4,13 +4,14 @@
 #   bash scripts/measure.sh [PART...]
 #
 # Parts, in their order: kernels, precisions, generate, largest, speculation, text, divergence, gpus (two GPUs or more),
-# tables (the plots in docs/ and the tables of the README). MINUTES= ends each benchmark after so much time,
-# MAMBA_SSM= names the folder mamba_ssm of mamba-ssm's sources, PYTHON= an interpreter that has the package.
+# tables (the plots in docs/ and the tables of the README). MINUTES= ends each benchmark after so much time, REDO=1
+# measures anew what the files have, MAMBA_SSM= names the folder mamba_ssm of mamba-ssm's sources, PYTHON= an interpreter
+# that has the package.
 
 source "$(dirname "$0")/lib.sh"
 
 python=${PYTHON:-.venv/bin/python}
-limit=(${MINUTES:+--minutes "$MINUTES"})
+common=(${MINUTES:+--minutes "$MINUTES"} ${REDO:+--redo})
 stock=(${MAMBA_SSM:+--mamba-ssm-source "$MAMBA_SSM"})
 small=(--preset nemotron-3-nano-4b --preset qwen3.5-4b)
 
@@ -18,31 +19,39 @@ bench() {
   local script=$1
   shift
   say "scripts/$script $*"
-  "$python" "scripts/$script" ${limit[@]+"${limit[@]}"} "$@"
+  "$python" "scripts/$script" ${common[@]+"${common[@]}"} "$@"
 }
 
 kernels() {
-  bench bench_kernels.py --batch 256 --batch 8 --batch 1 --tokens 1 --checkpoint float32
-  bench bench_kernels.py --batch 256 --tokens 4 --checkpoint float32
-  bench bench_kernels.py --batch 32 --batch 64 --batch 128 --batch 512 --tokens 1 --checkpoint float32
+  bench bench_kernels.py --batch 256 --batch 8 --batch 1 --checkpoint float32
+  bench bench_kernels.py --batch 32 --batch 64 --batch 128 --batch 512 --checkpoint float32
 }
 
 precisions() {
   local form every=()
-  for form in float32 bfloat16 float32/bfloat16 float32/fp8 float32/nvfp4 fp8 nvfp4; do every+=(--checkpoint "$form"); done
+  for form in float32 float32/bfloat16 float32/fp8 float32/nvfp4 fp8 nvfp4 bfloat16 float32/s0.001; do
+    every+=(--checkpoint "$form")
+  done
   bench bench_kernels.py "${small[@]}" --batch 256 --tokens 1 "${every[@]}"
 }
 
 generate() {
-  bench bench_generate.py ${stock[@]+"${stock[@]}"} "${small[@]}" --shape 256x64 --shape 1x64
-  bench bench_generate.py ${stock[@]+"${stock[@]}"} "${small[@]}" --shape 256x64 --readout fp8 --only replay_static@
+  local form
+  bench bench_generate.py ${stock[@]+"${stock[@]}"} "${small[@]}" --shape 256x64 --shape 1x64 --profile
+  for form in bfloat16 fp8 nvfp4; do
+    bench bench_generate.py ${stock[@]+"${stock[@]}"} "${small[@]}" --shape 256x64 --readout "$form" --only replay_static@
+  done
   bench bench_generate.py ${stock[@]+"${stock[@]}"} "${small[@]}" --shape 8x64 --shape 32x64 --shape 8x4096 --shape 8x32768
 }
 
 largest() {
   local form
-  for form in float32 fp8 nvfp4; do
+  for form in float32 bfloat16 fp8 nvfp4; do
     bench bench_generate.py ${stock[@]+"${stock[@]}"} "${small[@]}" --shape 1024x64 --checkpoint "$form" \
+      --largest-batch replay_static_graphs
+  done
+  for form in bfloat16 fp8 nvfp4; do
+    bench bench_generate.py ${stock[@]+"${stock[@]}"} "${small[@]}" --shape 1024x64 --readout "$form" \
       --largest-batch replay_static_graphs
   done
   bench bench_generate.py ${stock[@]+"${stock[@]}"} "${small[@]}" --shape 512x64 --largest-batch dynamic
@@ -50,6 +59,9 @@ largest() {
 
 speculation() {
   bench bench_speculative.py "${small[@]}" --backend cudagraphs --tokens 5 --batch 1 --batch 32 --batch 256
+  # without drafts inductor may be the faster one
+  bench bench_speculative.py "${small[@]}" --tokens 5 --batch 1 --batch 32 --batch 256 --only /generate/
+  bench bench_speculative.py "${small[@]}" --backend cudagraphs
 }
 
 text() {
@@ -58,6 +70,7 @@ text() {
 
 divergence() {
   bench eval_precision.py
+  bench eval_precision.py --synthetic
 }
 
 gpus() {

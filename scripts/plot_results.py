@@ -15,10 +15,12 @@ from benchmarks.plots import (
 )
 from benchmarks.precision_tables import (
     HEADS_SUMMARY,
+    RATIO_COLUMNS,
     SYNTHETIC_COLUMNS,
     heads,
     heads_summary,
     precision_summary,
+    ratio_rows,
     summary_columns,
     synthetic_rows,
     texts,
@@ -84,6 +86,7 @@ def main(
             if known:
                 report(plot_precision(known, output / f"precision-divergence.{suffix}", where))
                 print(f"\n{as_markdown(summary_columns(known), precision_summary(known))}")
+                print(f"\n{as_markdown(RATIO_COLUMNS, ratio_rows(known))}")
                 print(f"\n{as_markdown(HEADS_SUMMARY, heads_summary(heads(cells)))}")
             if layers(cells):
                 print(f"\n{as_markdown(SYNTHETIC_COLUMNS, synthetic_rows(layers(cells)))}")

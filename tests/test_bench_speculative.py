@@ -18,7 +18,14 @@ from scripts.benchmarks.presets import load_presets
 from scripts.benchmarks.real_drafts import measure_real, real_cells
 from scripts.benchmarks.speculative_cells import Cell, Settings, all_cells, default_accepted
 from scripts.benchmarks.speculative_loop import KnownText, SnapshotRows, copy_all
-from scripts.benchmarks.speculative_tables import REAL_COLUMNS, SPECULATIVE_COLUMNS, real_rows, speculative_rows
+from scripts.benchmarks.speculative_tables import (
+    REAL_COLUMNS,
+    SPECULATIVE_COLUMNS,
+    SUMMARY_COLUMNS,
+    real_rows,
+    speculative_rows,
+    speculative_summary,
+)
 from scripts.benchmarks.weights import build_model
 from tests.support.scripts import runner
 
@@ -189,6 +196,10 @@ def test_rows_of_the_table_are_as_long_as_its_head() -> None:
     assert all(len(row) == len(SPECULATIVE_COLUMNS) for row in rows.values())
     assert rows["replay"][11:14] == ["2.50", "-", "1.25"]
     assert rows["plain"][11:14] == ["-", "-", "-"]
+    cells["generate"] = cells["plain"] | {"method": "generate", "backend": "inductor", "tokens_per_s": 12.5}
+    (summary,) = speculative_summary(cells)
+    assert len(summary) == len(SUMMARY_COLUMNS)
+    assert summary[5:7] == ["2.00", "1.25"], "the faster of those without drafts, whatever compiles it"
 
 
 def test_help(call: Callable[..., Result]) -> None:

@@ -19,10 +19,12 @@ from scripts.benchmarks.precision_synthetic import KINDS, Inputs, measure_synthe
 from scripts.benchmarks.precision_tables import (
     HEADS_COLUMNS,
     PRECISION_COLUMNS,
+    RATIO_COLUMNS,
     SYNTHETIC_COLUMNS,
     heads_rows,
     precision_rows,
     precision_summary,
+    ratio_rows,
     summary_columns,
     synthetic_rows,
 )
@@ -274,6 +276,13 @@ def check_tables(cells: dict[str, Any]) -> None:
     records["wrong"] = wrong | {"status": "wrong: not finite"}
     assert all(len(row) == len(PRECISION_COLUMNS) for row in precision_rows(records))
     assert all(len(row) == len(summary_columns(records)) for row in precision_summary(records))
+    shared = next(cell for cell in records.values() if cell["checkpoint"] == "bfloat16")
+    smaller = [part | {"kl": part["kl"] / 4} for part in shared["bins"]]
+    pair = {"shared": shared, "copy": shared | {"checkpoint": "float32", "readout": "bfloat16", "bins": smaller}}
+    ratios = list(ratio_rows(pair))
+    assert [(row[0], row[1], row[-1]) for row in ratios] == [("nemotron_h", "bfloat16", "4.0")] * len(smaller)
+    assert {len(row) for row in ratios} == {len(RATIO_COLUMNS)}
+    assert not list(ratio_rows({"shared": shared}))
     heads = {key: cell for key, cell in cells.items() if "memory_tokens" in cell}
     assert {len(row) for row in heads_rows(heads)} == {len(HEADS_COLUMNS)}
     layers = {key: cell for key, cell in cells.items() if "kind" in cell}

@@ -184,8 +184,8 @@ def check(
     window: Window = 16,
     max_draft: Annotated[
         int,
-        typer.Option(min=0, help="Last tokens that can be rejected; generate takes 0 without a drafter."),
-    ] = 8,
+        typer.Option(min=0, help="Last tokens that can be rejected: with a drafter, what it proposes at most."),
+    ] = 0,
     decay_skip: Annotated[float, typer.Option(help="Heads that scale their state by less do not read it.")] = 0.0,
     length: Annotated[int, typer.Option(min=1, help="Tokens per sequence that attention holds.")] = 2048,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt among them, fed in one forward.")] = 512,

@@ -41,7 +41,7 @@ def _mamba2_kernel(  # type: ignore[no-untyped-def]
     i_group = i_row * G + i_h // (H // G)
     o_p = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     o_n = tl.arange(0, N)
-    inside = o_p < P
+    inside = (o_p < P) | (P % ROWS == 0)  # no masks where a head has only whole tiles
     p_tile = p_state + (i_head * P + o_p[:, None]) * N + o_n[None, :]
     b_state = tl.load(p_tile, mask=inside[:, None], other=0.0).to(tl.float32)
     b_x = tl.load(p_x + i_head * P + o_p, mask=inside, other=0.0).to(tl.float32)
@@ -66,7 +66,7 @@ def _gated_delta_kernel(  # type: ignore[no-untyped-def]
     i_key = i_row * HK + i_h // (HV // HK)
     o_k = tl.arange(0, K)
     o_v = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = o_v < V
+    inside = (o_v < V) | (V % ROWS == 0)
     p_tile = p_state + (i_head * K + o_k[:, None]) * V + o_v[None, :]
     b_state = tl.load(p_tile, mask=inside[None, :], other=0.0).to(tl.float32)
     b_k = tl.load(p_k + i_key * K + o_k).to(tl.float32)

@@ -73,9 +73,10 @@ class Cell:
 
     @property
     def cache_settings(self) -> dict[str, Any]:
-        """Of the replay cache's state."""
+        """Of the replay cache."""
         one = self.precision
-        return {"checkpoint": one.checkpoint, "readout": one.readout, "decay_skip": one.decay_skip}
+        settings = {"checkpoint": one.checkpoint, "readout": one.readout, "decay_skip": one.decay_skip}
+        return settings | {"max_draft": 0}  # what `generate` takes without a drafter
 
 
 AnyCell = TypeVar("AnyCell", bound=Cell)

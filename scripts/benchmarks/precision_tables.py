@@ -14,6 +14,8 @@ PRECISION_COLUMNS = (
 )  # fmt: skip
 HEADS_COLUMNS = ("model", "heads", "quantile", "decay per token", "memory, tokens", "in windows")
 SYNTHETIC_COLUMNS = ("layer", "shared", "separate", "tokens", "error shared", "error separate", "ratio", "rows")
+RATIO_COLUMNS = ("model", "format", "tokens", "KL shared", "KL separate", "ratio")
+SAME = ("model", "dtype", "text", "texts", "length", "prompt", "window", "checkpoint", "readout", "decay_skip")
 SHORT_QUANTILES = ("0.1", "0.5", "0.9")
 
 
@@ -97,6 +99,26 @@ def synthetic_rows(cells: Cells) -> Iterable[list[str]]:
             ]
 
 
+def ratio_rows(cells: Cells) -> Iterable[list[str]]:
+    """A format as the only state against the same as a copy beside a float32 one: a row per bin."""
+    for cell in cells.values():
+        if cell["readout"] is not None or cell["checkpoint"] == "float32" or cell["decay_skip"]:
+            continue
+        separate = cell | {"checkpoint": "float32", "readout": cell["checkpoint"].removesuffix("_sr")}
+        other = next((c for c in cells.values() if all(c[name] == separate[name] for name in SAME)), None)
+        if other is None or not ("bins" in cell and "bins" in other):
+            continue
+        for mine, its in zip(cell["bins"], other["bins"], strict=True):
+            yield [
+                title(cell),
+                cell["checkpoint"],
+                f"{mine['from']}-{mine['to']}",
+                f"{mine['kl']:.1e}",
+                f"{its['kl']:.1e}",
+                f"{mine['kl'] / its['kl']:.1f}" if its["kl"] > 0 else "-",
+            ]
+
+
 def summary_columns(cells: Cells) -> list[str]:
     """For `precision_summary`: a column per bin that any cell has."""
     return ["model", "setting", *(f"KL, {name}" for name in _bins(cells)), "agreement", "log-lik.", "skipped"]
@@ -147,6 +169,11 @@ def _skipped(cell: dict[str, Any]) -> str:
 def precision_table(cells: Cells) -> Table:
     """For the terminal."""
     return as_table(PRECISION_COLUMNS, precision_rows(cells))
+
+
+def ratio_table(cells: Cells) -> Table:
+    """For the terminal."""
+    return as_table(RATIO_COLUMNS, ratio_rows(cells))
 
 
 def heads_table(cells: Cells) -> Table:
