@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,10 +13,13 @@ import transformers
 from packaging.version import Version
 
 import replay_transformers as rt
+from tests.support.devices import devices
+from tests.support.dispatch import spread
 from tests.support.generation import CACHE_ARGUMENT
 from tests.support.models import FAMILIES, prompt
+from tests.support.snapshots import Snapshot
 from tests.support.speculation import never_unsure, perturbed
-from tests.test_assisted import early_exiting, sample, tiny, tiny_llama
+from tests.test_assisted import HAS_DFLASH, dflash_assistant, early_exiting, sample, tiny, tiny_llama
 
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 LOOKUP = {"prompt_lookup_num_tokens": 3, "max_new_tokens": 8, "do_sample": False}
@@ -83,6 +89,85 @@ def test_batches_and_beams() -> None:
         generate(model, num_beams=2, **REPLAY)
     output = generate(model, num_return_sequences=3, do_sample=True, **REPLAY)
     assert output.shape == (3, 17)
+
+
+@contextlib.contextmanager
+def refused(model: Any, cache: rt.ReplayCache, error: type[Exception], match: str) -> Iterator[None]:
+    """Such an error, and the model and the cache are what they were."""
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    configurations, held = (model.config.to_dict(), model.generation_config.to_dict()), Snapshot(cache)
+    with pytest.raises(error, match=match):
+        yield
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert (model.config.to_dict(), model.generation_config.to_dict()) == configurations
+    assert held.changes(cache) == []
+
+
+def turn(model: Any, rows: int, is_second: bool) -> dict[str, Any]:
+    """Arguments of a call with a cache of the user's, which is empty or holds a first turn."""
+    cache, inputs = rt.ReplayCache(model.config, rt.ReplayConfig(max_draft=24)), prompt(rows, 9)
+    if is_second:
+        ids = model.generate(**inputs, max_new_tokens=4, do_sample=False, **{CACHE_ARGUMENT: cache})
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return {**inputs, CACHE_ARGUMENT: cache, "max_new_tokens": 8, "do_sample": False}
+
+
+def early_exit() -> tuple[Any, dict[str, Any]]:
+    return early_exiting(), {"assistant_early_exit": 3}
+
+
+def dflash() -> tuple[Any, dict[str, Any]]:
+    if not HAS_DFLASH:
+        pytest.skip("this transformers has no dflash")
+    model = tiny("nemotron_h")
+    assistant = dflash_assistant(model, prompt(1, 9)["input_ids"])
+    return model, {"assistant_model": assistant, "speculation_type": "dflash"}
+
+
+def another_tokenizer() -> tuple[Any, dict[str, Any]]:
+    names = {"tokenizer": "qwen3_5", "assistant_tokenizer": "nemotron_h"}
+    tokenizers = {key: transformers.AutoTokenizer.from_pretrained(rt.sample_model(n)) for key, n in names.items()}
+    return sample("qwen3_5"), {"assistant_model": sample("nemotron_h_draft"), **tokenizers}
+
+
+ONE_AT_A_TIME = {
+    "assistant_early_exit": early_exit,
+    "speculation_type='dflash'": dflash,
+    "an assistant with another tokenizer": another_tokenizer,
+}
+EVERY_TURN = pytest.mark.parametrize("is_second", [False, True], ids=["first turn", "second turn"])
+
+
+@pytest.mark.usefixtures("enabled")
+@EVERY_TURN
+@pytest.mark.parametrize("drafter", ONE_AT_A_TIME)
+def test_drafters_of_one_prompt_at_a_time(drafter: str, is_second: bool) -> None:
+    """Two are refused; then the cache goes on with a drafter that takes them."""
+    model, choice = ONE_AT_A_TIME[drafter]()
+    arguments = turn(model, 2, is_second)
+    message = f"{drafter} takes one prompt at a time in assisted generation, got a batch of 2"
+    with refused(model, arguments[CACHE_ARGUMENT], NotImplementedError, message):
+        model.generate(**arguments, **choice)
+    expected = model.generate(**arguments | {CACHE_ARGUMENT: None})
+    assert torch.equal(model.generate(**arguments, prompt_lookup_num_tokens=3), expected)
+
+
+@pytest.mark.usefixtures("enabled")
+@EVERY_TURN
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(("target", "assistant"), [("cpu", "cuda:0"), ("cuda:0", "cpu"), ("cuda:0", "cuda:1")])
+def test_an_assistant_on_another_device(target: str, assistant: str, rows: int, is_second: bool) -> None:
+    model = tiny("qwen3_5")
+    layers = model.config.num_hidden_layers
+    with devices():
+        placed, drafting = (
+            copy.deepcopy(model) if device == "cpu" else spread(model, [0] * layers, [device])
+            for device in (target, assistant)
+        )
+        arguments = turn(placed, rows, is_second)
+        message = f"assistant is on {assistant} and the model on {target}: move one"
+        with refused(placed, arguments[CACHE_ARGUMENT], ValueError, message):
+            placed.generate(**arguments, assistant_model=never_unsure(drafting))
 
 
 @pytest.mark.usefixtures("enabled")
