@@ -175,6 +175,20 @@ def test_a_left_padded_prompt(family: str, implementation: str) -> None:
     rounds.check()
 
 
+@EVERY_CACHE
+@EVERY_FAMILY
+def test_prompt_lookup_in_a_left_padded_prompt(family: str, implementation: str) -> None:
+    """The tokens are those of the prompt without padding."""
+    model, ids = sample(family), text(family)["input_ids"]
+    inputs = {
+        "input_ids": torch.cat([ids.new_full((1, 7), model.generation_config.pad_token_id), ids], dim=1),
+        "attention_mask": torch.cat([ids.new_zeros(1, 7), torch.ones_like(ids)], dim=1),
+    }
+    rounds = speculate(model, inputs, prompt_lookup_num_tokens=5, **settings(implementation, 3))
+    assert torch.equal(rounds.sequences[:, 7:], truth(family, trained=True))
+    rounds.check()
+
+
 def test_the_vision_language_wrapper_with_and_without_an_image() -> None:
     from tests.support.vision import build_vision_language, image_prompt
 
@@ -244,10 +258,11 @@ def test_a_state_space_model_drafts_for_an_attention_model(family: str) -> None:
 @EVERY_CACHE
 @EVERY_WINDOW
 def test_multi_token_prediction(window: int, implementation: str) -> None:
-    """The head drafts one token per round; what it needs in the configuration is not left there."""
+    """The head drafts three tokens per round by default; what it needs in the configuration is not left there."""
     model, before = sample("qwen3_5"), sample("qwen3_5").config.to_dict()
     rounds = speculate(model, text("qwen3_5"), use_mtp=True, **settings(implementation, window))
-    check(model, rounds, truth("qwen3_5", trained=True), accepting=1)
+    check(model, rounds, truth("qwen3_5", trained=True))
+    assert max(rounds.drafted) == 3
     assert len(rounds.forwards) < 0.75 * STEPS, "the head is right more often than not"
     assert model.config.to_dict() == before
 
@@ -312,12 +327,13 @@ def dflash_assistant(model: Any, tokens: torch.Tensor) -> Any:
 
 @pytest.mark.skipif(not HAS_DFLASH, reason="this transformers has no dflash")
 @EVERY_CACHE
+@EVERY_WINDOW
 @EVERY_FAMILY
-def test_dflash(family: str, implementation: str) -> None:
+def test_dflash(family: str, window: int, implementation: str) -> None:
     """Blocks drafted at once from the target's hidden states; a cache that holds tokens already is refused."""
     model, tokens = tiny(family), truth(family, trained=False)
     arguments = {"assistant_model": dflash_assistant(model, tokens), "speculation_type": "dflash"}
-    rounds = speculate(model, prompt(1, 9), **arguments, **settings(implementation, 3))
+    rounds = speculate(model, prompt(1, 9), **arguments, **settings(implementation, window))
     check(model, rounds, tokens)
     again = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     held = rt.ReplayCache(model.config)

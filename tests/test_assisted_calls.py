@@ -146,17 +146,19 @@ def test_two_turns_with_multi_token_prediction() -> None:
     second.check(accepting=1, rejecting=False)
 
 
-@pytest.mark.parametrize("implementation", ["replay", "replay_static"])
-def test_an_assistant_with_another_tokenizer(implementation: str) -> None:
+@EVERY_CACHE
+@EVERY_FAMILY
+def test_an_assistant_with_another_tokenizer(family: str, implementation: str) -> None:
     """Its drafts are translated; where that changes tokens further back than its cache can undo, it starts over."""
-    model, assistant = sample("qwen3_5"), sample("nemotron_h_draft")
+    other = next(name for name in FAMILIES if name != family)
+    model, assistant = sample(family), sample(f"{other}_draft")
     tokenizers = {
-        "tokenizer": transformers.AutoTokenizer.from_pretrained(rt.sample_model("qwen3_5")),
-        "assistant_tokenizer": transformers.AutoTokenizer.from_pretrained(rt.sample_model("nemotron_h")),
+        "tokenizer": transformers.AutoTokenizer.from_pretrained(rt.sample_model(family)),
+        "assistant_tokenizer": transformers.AutoTokenizer.from_pretrained(rt.sample_model(other)),
     }
     arguments = tokenizers | settings(implementation, 3) | {"assistant_model": assistant}
-    rounds = speculate(model, text("qwen3_5"), **arguments)
-    assert torch.equal(rounds.sequences, truth("qwen3_5", trained=True))
+    rounds = speculate(model, text(family), **arguments)
+    assert torch.equal(rounds.sequences, truth(family, trained=True))
     rounds.check(accepting=2)
     assert_as_if_fed(model, rounds.cache, rounds.sequences[:, :-1])
 

@@ -33,6 +33,7 @@ CASES = [("nemotron_h", window, tokens) for window in (1, 3, 16) for tokens in (
     ("qwen3_5", 1, 3),
     ("qwen3_5", 3, 2),
     ("qwen3_5", 16, 1),
+    ("qwen3_5", 16, 3),
 ]
 
 
@@ -76,6 +77,19 @@ def test_the_tokens_of_greedy_decoding(family: str, window: int, tokens: int, ro
     output, rounds = generate(family, rows, tokens, window, cache_implementation=implementation)
     assert torch.equal(output, truth(family)[:rows])
     rounds.check(accepting=min(tokens, 2))
+
+
+@EVERY_CACHE
+@EVERY_FAMILY
+def test_one_prompt_with_padding(family: str, implementation: str) -> None:
+    """The prompt of which the most is padding."""
+    given = inputs(family)
+    row = int(given["attention_mask"].sum(1).argmin())
+    alone = {name: value[row : row + 1] for name, value in given.items()}
+    assert not alone["attention_mask"][0, 0]
+    output, rounds = generate(family, given=alone, cache_implementation=implementation)
+    assert torch.equal(output, truth(family)[row : row + 1])
+    rounds.check(accepting=2)
 
 
 @EVERY_FAMILY
