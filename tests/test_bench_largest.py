@@ -1,4 +1,4 @@
-"""The generate benchmark: states of other precisions, and the search for the largest batch."""
+"""The generate benchmark: states of other precisions, eager updates, and the search for the largest batch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import pytest
 import torch
 from typer.testing import Result
 
+from replay_transformers import cursor
+from replay_transformers.cursor import Cursor
 from scripts.benchmarks import largest_batch
-from scripts.benchmarks.generate_cells import Cell, Settings, all_cells, generate_arguments
+from scripts.benchmarks.generate_cells import EAGER, Cell, Settings, all_cells, generate_arguments, measure_cell
 from scripts.benchmarks.largest_batch import MOST_ROWS, UNFINISHED, LargestBatch, Tried, next_batch, search
 from scripts.benchmarks.precision_grid import Setting
 from scripts.benchmarks.presets import load_presets
@@ -67,7 +69,8 @@ def test_precisions_are_in_the_key() -> None:
     ]
     assert LargestBatch(MODEL, "static", 256, 64, one).key == "tiny-nemotron-h/static/largest/p64"
     arguments = generate_arguments(Cell(MODEL, "replay_static_window_1", 2, 64, one), Settings())
-    assert arguments["cache_config"] == {"checkpoint": "float32", "readout": "fp8", "decay_skip": 0.001, "window": 1}
+    chosen = {"checkpoint": "float32", "readout": "fp8", "decay_skip": 0.001, "window": 1}
+    assert arguments["cache_config"] == chosen | {"max_draft": 0}
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -196,3 +199,27 @@ def test_tables_of_other_precisions() -> None:
         ["made up", "static", "64", UNFINISHED, "-", "-", "-"],
     ]
     assert all(len(row) == len(LARGEST_SUMMARY) for row in rows)
+
+
+def test_the_eager_configuration_keeps_no_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However large the batch, and only within its cells."""
+    monkeypatch.setattr(cursor, "THROUGH_DEVICE", "cpu")
+    monkeypatch.setattr(cursor, "WRITE_THROUGH_BYTES", 0)
+    taken = set[int]()
+    end = Cursor.end
+
+    def watched(self: Cursor) -> None:
+        assert self.plan is not None
+        if self.plan.tokens == 1:
+            taken.add(self.plan.kept)
+        end(self)
+
+    monkeypatch.setattr(Cursor, "end", watched)
+    model, _ = build_model(MODEL, "cpu", weight_bytes=2**30, dtype=torch.float32)
+    for configuration, kept in ((EAGER, 0), ("replay_static", 1)):
+        cell = Cell(MODEL, configuration, 2, 5)
+        taken.clear()
+        settings = Settings(short=2, long=4, checked=4, check_kernels=False)
+        record = measure_cell(model, cell, settings, None)
+        assert record["status"] == "measured"
+        assert taken == {kept}

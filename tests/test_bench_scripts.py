@@ -368,7 +368,7 @@ def test_plots_and_tables_from_synthetic_results(call: Callable[..., Result], tm
     files = [f"--{name}={tmp_path / f'{name}.json'}" for name in ("kernels", "generate")]
     result = call("plot_results", *files, f"--output={tmp_path}", "--suffix=png")
     assert result.exit_code == 0
-    assert "| qwen3.5-4b, 8 layers | 256 | 64 | 40.0 | 30.0 | does not fit | 12.0 | - | - | 2.50 |" in result.output
+    assert "| qwen3.5-4b, 8 layers | 256 | 64 | 40.0 | 30.0 | does not fit | 12.0 | - | - | - | 2.50 |" in result.output
     assert (tmp_path / "generate-step.png").stat().st_size > 1000
 
 

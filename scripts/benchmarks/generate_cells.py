@@ -3,14 +3,17 @@
 import contextlib
 import fnmatch
 import gc
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from transformers import CompileConfig
 
 import replay_transformers as rt
+from replay_transformers import cursor
 
 from .generate_steps import StepRecorder, run_generate
 from .precision_grid import Setting
@@ -31,12 +34,15 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "cache_implementation": "replay_static",
         "compile_config": CompileConfig(backend="cudagraphs"),
     },
-    # the same runner writing the state at every step: what is left of the gain is not the method's
+    # the same runner with an eager update of the state, or writing it at every step through the ring: what is left of
+    # the gain is not the method's
+    "replay_static_eager": {"cache_implementation": "replay_static"},
     "replay_static_window_1": {"cache_implementation": "replay_static", "cache_config": {"window": 1}},
 }
+EAGER = "replay_static_eager"
 STOCK = ("dynamic", "static")
 HEAVIEST = 5
-FIXED_SHAPES = ("static", "replay_static", "replay_static_graphs", "replay_static_window_1")
+FIXED_SHAPES = tuple(name for name in CONFIGURATIONS if "static" in name)
 SHAPES = ((1, 64), (8, 64), (32, 64), (256, 64), (8, 4096), (8, 32768))
 PROFILED_TOKENS = (5, 21)  # new tokens of two calls, whose difference is a whole window of steps
 MODEL_STATE = ("_compiled_call", "_last_compile_config", "_previous_max_cache_length")  # what `generate` leaves behind
@@ -201,7 +207,11 @@ def clean_up(model: Any) -> None:
 @contextlib.contextmanager
 def patches(cell: Cell) -> Iterator[None]:
     """Patches that are on within the block, unless the cell is stock's."""
-    with contextlib.nullcontext() if cell.configuration in STOCK else rt.enable():
+    most = sys.maxsize if cell.configuration == EAGER else cursor.WRITE_THROUGH_BYTES
+    with (
+        contextlib.nullcontext() if cell.configuration in STOCK else rt.enable(),
+        mock.patch.object(cursor, "WRITE_THROUGH_BYTES", most),
+    ):
         yield
 
 

@@ -19,7 +19,10 @@ GENERATE_SUMMARY = (
     "model", "batch", "prompt", "dynamic, ms", "static + compile", "replay", "replay_static",
     "its graphs without inductor", "writing every step", "over the faster stock",
 )  # fmt: skip
-GENERATE_ORDER = ("dynamic", "static", "replay", "replay_static", "replay_static_graphs", "replay_static_window_1")
+GENERATE_ORDER = (
+    "dynamic", "static", "replay", "replay_static", "replay_static_graphs", "replay_static_eager",
+    "replay_static_window_1",
+)  # fmt: skip
 
 
 def kernel_summary(cells: Cells) -> Iterable[list[str]]:
