@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 from tests.support.batches import observed
 from tests.support.models import build_nemotron_h, build_qwen3_5, full_logits
+from tests.support.mtp import random_nemotron_h_head, random_qwen3_5_head, released, with_head
 from tests.support.speculation import never_unsure, perturbed
 
 pytestmark = pytest.mark.usefixtures("enabled")
@@ -22,6 +25,7 @@ BUILDERS = {
     "nemotron_h": lambda: build_nemotron_h("M*-M", **NO_IDS),
 }
 SLOW = pytest.mark.slow
+HAS_MTP = Version(transformers.__version__) >= Version("5.23.0")
 
 
 def joint(model: Any, ids: torch.Tensor, vocabulary: int) -> torch.Tensor:
@@ -41,31 +45,67 @@ def p_value(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
     return torch.special.gammaincc(torch.tensor((counts.numel() - 1) / 2, dtype=torch.float64), statistic / 2).item()
 
 
+def with_mtp(family: str) -> Any:
+    """A model whose checkpoint has a head for multi-token prediction, of random weights."""
+    if family == "nemotron_h":
+        model = build_nemotron_h("M*", num_nextn_predict_layers=1, mtp_layers_block_type=["attention"], **NO_IDS)
+        with_head(model, released(random_nemotron_h_head(model).layers))
+        return model
+    kinds = ["linear_attention", "full_attention"]
+    model = build_qwen3_5(kinds, rms_norm_eps=1e-3, mtp_num_hidden_layers=1, dtype=torch.float32, **NO_IDS)
+    with_head(model, random_qwen3_5_head(model))
+    return model
+
+
+ASSISTANT, LOOKUP, MTP = "assistant", "lookup", "mtp"
+# family, drafter, rows, draws, the cache
+CASES = [
+    ("qwen3_5", ASSISTANT, 500, 5000, "replay"),
+    ("nemotron_h", ASSISTANT, 500, 2500, "replay_static"),
+    ("qwen3_5", MTP, 500, 2500, "replay"),
+    ("nemotron_h", MTP, 500, 2500, "replay"),
+    ("nemotron_h", ASSISTANT, 1, 250, "replay"),
+]
+SLOW_CASES = [
+    *((family, drafter, 500, 20_000, "replay") for family in BUILDERS for drafter in (ASSISTANT, LOOKUP, MTP)),
+    *((family, ASSISTANT, 500, 20_000, "replay_static") for family in BUILDERS),
+    *((family, drafter, 1, 2000, "replay") for family in BUILDERS for drafter in (ASSISTANT, LOOKUP, MTP)),
+]
+
+
+def drafting(model: Any, assistant: Any, drafter: str) -> dict[str, Any]:
+    """Arguments of `generate`; three tokens per round."""
+    if drafter == ASSISTANT:
+        return {"assistant_model": assistant}
+    return {"prompt_lookup_num_tokens": 3} if drafter == LOOKUP else {"use_mtp": True, "num_assistant_tokens": 3}
+
+
 @pytest.mark.parametrize(
-    ("family", "drafter", "rows", "draws"),
-    [
-        ("qwen3_5", "assistant", 500, 5000),
-        pytest.param("qwen3_5", "assistant", 500, 20_000, marks=SLOW),
-        pytest.param("qwen3_5", "lookup", 500, 20_000, marks=SLOW),
-        pytest.param("nemotron_h", "assistant", 500, 20_000, marks=SLOW),
-        pytest.param("nemotron_h", "lookup", 500, 20_000, marks=SLOW),
-        pytest.param("qwen3_5", "assistant", 1, 2000, marks=SLOW),
-        pytest.param("qwen3_5", "lookup", 1, 2000, marks=SLOW),
-    ],
+    ("family", "drafter", "rows", "draws", "implementation"),
+    [*CASES, *(pytest.param(*case, marks=SLOW) for case in SLOW_CASES)],
 )
-def test_sampled_tokens_follow_the_targets_distribution(family: str, drafter: str, rows: int, draws: int) -> None:
-    """Draws of three tokens out of five; the assistant's own distribution would be told apart at once."""
-    model = BUILDERS[family]()
+def test_sampled_tokens_follow_the_targets_distribution(
+    family: str, drafter: str, rows: int, draws: int, implementation: str
+) -> None:
+    """Draws of three tokens out of five; a perturbed model's distribution, the assistant's, is told apart at once.
+
+    Every run has thousands of draws in batches, which show a wrong token behind a rejection as well, and 250 of a
+    single prompt, which show only drafts that are always accepted. 20,000 in batches and 2,000 of a single prompt are
+    slow: --run-slow.
+    """
+    if drafter == MTP and not HAS_MTP:
+        pytest.skip("transformers before 5.23 has no use_mtp")
+    model = with_mtp(family) if drafter == MTP else BUILDERS[family]()
     assistant = never_unsure(perturbed(model, 0.5), tokens=3)
     ids = torch.tensor([PROMPT])
     many = ids.expand(rows, -1)
     inputs = {"input_ids": many, "attention_mask": torch.ones_like(many)}
-    choice = {"assistant_model": assistant} if drafter == "assistant" else {"prompt_lookup_num_tokens": 3}
+    choice = drafting(model, assistant, drafter)
     arguments: dict[str, Any] = {
         "do_sample": True,
         "max_new_tokens": 4,
         "top_k": 0,
-        "cache_implementation": "replay",
+        "cache_implementation": implementation,
         "cache_config": {"window": 3, "draft_length": "fixed"},
     }
     counts = torch.zeros(VOCABULARY, VOCABULARY, dtype=torch.float64)

@@ -114,6 +114,17 @@ def random_nemotron_h_head(model: Any) -> Any:
     return mtp_nemotron_h.NemotronHHead(model, layers, config)
 
 
+def random_qwen3_5_head(model: Any) -> dict[str, torch.Tensor]:
+    """Weights of a head under their names in a checkpoint: the model's last layer again, and a random projection."""
+    hidden = model.config.hidden_size
+    generator = torch.Generator().manual_seed(0)
+    weights = {f"layers.0.{name}": value for name, value in model.model.layers[-1].state_dict().items()}
+    weights["fc.weight"] = torch.randn(hidden, 2 * hidden, generator=generator) * (2 * hidden) ** -0.5
+    norms = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+    weights |= {f"{name}.weight": torch.zeros(hidden) for name in norms}  # they multiply by one more
+    return {f"mtp.{name}": value for name, value in weights.items()}
+
+
 def released(layers: Any) -> dict[str, torch.Tensor]:
     """The weights of Nemotron-H's head under the names of released checkpoints: experts one by one."""
     weights = {}
