@@ -25,7 +25,7 @@ from tests.support.kernels import (
     from_projection,
     make_case,
 )
-from tests.support.models import FAMILIES, build_nemotron_h, greedy_without_cache, prompt
+from tests.support.models import WITHOUT_EXPERTS, greedy_without_cache, prompt
 from tests.support.operators import GATED_DELTA, MAMBA2, Geometry, Operator, Tensors
 
 WINDOW = 16
@@ -204,16 +204,12 @@ def test_on_another_device_than_the_current_one(operator: Operator) -> None:
     assert all(torch.equal(bits(got.buffers[name]).cpu(), bits(t).cpu()) for name, t in expected.buffers.items())
 
 
-# without experts, whose choice of kernels is not the subject here
-MODELS: dict[str, Callable[[], Any]] = {"qwen3_5": FAMILIES["qwen3_5"], "nemotron_h": lambda: build_nemotron_h("M*-M")}
-
-
 @pytest.mark.no_poison
 @pytest.mark.usefixtures("enabled")
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", WITHOUT_EXPERTS)
 def test_compiled_decoding_replays_graphs(family: str) -> None:
     """Inductor with CUDA graphs over flushes; the second call, with another prompt, replays the first one's graphs."""
-    model = MODELS[family]().cuda()
+    model = WITHOUT_EXPERTS[family]().cuda()
     for seed in range(2):
         inputs = {name: tensor.cuda() for name, tensor in prompt(3, 9, [0, 1, 5], seed=seed).items()}
         output = model.generate(

@@ -149,6 +149,11 @@ def build_nemotron_h(pattern: str = NEMOTRON_PATTERN, seed: int = 0, **overrides
 
 
 FAMILIES: dict[str, Callable[..., Any]] = {"qwen3_5": build_qwen3_5, "nemotron_h": build_nemotron_h}
+# where the choice of kernels for experts, which is made by counts of tokens, is not the subject
+WITHOUT_EXPERTS: dict[str, Callable[[], Any]] = {
+    "qwen3_5": build_qwen3_5,
+    "nemotron_h": lambda: build_nemotron_h("M*-M"),
+}
 ALL_FAMILIES: dict[str, Callable[..., Any]] = {
     **FAMILIES,
     "qwen3_5_moe": build_qwen3_5_moe,
