@@ -5,6 +5,7 @@ The bodies are those of tests/test_devices.py, where the devices are pretended.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +15,12 @@ from packaging.version import Version
 from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
-from replay_transformers.patches import capture
+import replay_transformers as rt
 from tests.support import mtp
 from tests.support.dispatch import (
     EVERY_CALL,
     MODELS,
+    Call,
     assert_same,
     assistant_for,
     dispatched,
@@ -28,6 +30,7 @@ from tests.support.dispatch import (
     splits,
 )
 from tests.support.generation import CACHE_ARGUMENT
+from tests.support.models import prompt
 
 pytestmark = [pytest.mark.usefixtures("enabled"), pytest.mark.no_poison]
 
@@ -68,6 +71,36 @@ def test_layers_whose_weights_wait_on_the_cpu(family: str, split: str, impl: str
     check(family, split, [FIRST, "cpu"], FIRST, impl)
 
 
+def check_loaded(family: str, folder: Path, memory: dict[int | str, float], impl: str) -> None:
+    """Loaded with `device_map="auto"` and room for these shares of the weights by device, against all on the CPU."""
+    MODELS[family]().save_pretrained(folder)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model = load(folder)
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    calls: list[Call] = [("greedy", "replay"), ("beams", "replay_static"), ("lookup", "replay_static")]
+    truth, (logits, _) = sequences(model, None, calls), session(model)
+    room = {device: int(share * total) for device, share in memory.items()}
+    placed = load(folder, device_map="auto", max_memory=room)
+    assert set(placed.hf_device_map.values()) == set(memory)
+    assert any(parameter.is_meta for parameter in placed.parameters()) == ("cpu" in memory)
+    assert sequences(placed, None, calls, FIRST, impl, disable_compile=True) == truth
+    assert_same(session(placed, FIRST, impl=impl)[0], logits)
+
+
+@pytest.mark.parametrize("impl", ["auto", "triton"])
+@pytest.mark.parametrize("family", MODELS)
+def test_loaded_into_too_little_memory(family: str, impl: str, tmp_path: Path) -> None:
+    """What does not fit waits on the CPU. The first GPU keeps room for the largest layer of those."""
+    check_loaded(family, tmp_path, {0: 0.7, "cpu": 100.0}, impl)
+
+
+@SEVERAL
+@pytest.mark.parametrize("impl", ["auto", "triton"])
+@pytest.mark.parametrize("family", MODELS)
+def test_loaded_into_the_memory_of_two_gpus(family: str, impl: str, tmp_path: Path) -> None:
+    check_loaded(family, tmp_path, {0: 0.8, 1: 0.8}, impl)
+
+
 @SEVERAL
 @pytest.mark.parametrize("current", [0, 1])
 @pytest.mark.parametrize("impl", ["auto", "triton"])
@@ -83,16 +116,8 @@ def test_layers_on_several_gpus(family: str, split: str, impl: str, current: int
 @pytest.mark.parametrize("current", [0, 1])
 @pytest.mark.parametrize("backend", ["cudagraphs", "inductor"])
 @pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
-def test_compiled_steps(family: str, backend: str, current: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_steps(family: str, backend: str, current: int, captures: list[torch.device]) -> None:
     """One graph of dynamo's through accelerate's hooks; with our backend a CUDA graph for each stretch on a GPU."""
-    captured: list[torch.device] = []
-
-    def record(function: Any, operands: Any) -> Any:
-        captured.append(operands[0].device)
-        return original(function, operands)
-
-    original = capture.record
-    monkeypatch.setattr(capture, "record", record)
     model = MODELS[family]()
     devices: list[Any] = GPUS if current == 0 else list(range(len(GPUS)))  # numbers, as `device_map="auto"` has them
     assistant, where = assistant_for(model), places(model.config.num_hidden_layers, "to and fro", devices)
@@ -104,7 +129,7 @@ def test_compiled_steps(family: str, backend: str, current: int, monkeypatch: py
         for _ in range(2):
             assert sequences(placed, assistant, calls, FIRST, "triton", compile_config=config) == truth
     assert not counters["graph_break"]
-    assert set(captured) == (set(map(torch.device, GPUS)) if backend == "cudagraphs" else set())
+    assert set(captures) == (set(map(torch.device, GPUS)) if backend == "cudagraphs" else set())
 
 
 @SEVERAL
@@ -150,3 +175,21 @@ def test_a_model_that_is_moved_between_two_turns() -> None:
     _, cache = session(model, "cuda:0")
     with pytest.raises(ValueError, match=r"holds .* on cuda:0, got .* on cuda:1: .*reset\(\)"), torch.no_grad():
         model.to("cuda:1")(input_ids=torch.tensor([[5], [6]], device="cuda:1"), **{CACHE_ARGUMENT: cache})
+
+
+@pytest.mark.parametrize("max_cache_len", [None, 64], ids=["growing", "fixed"])
+@pytest.mark.parametrize("family", MODELS)
+def test_a_cache_filled_on_the_cpu(family: str, max_cache_len: int | None) -> None:
+    """And a model that then moves to a GPU: an error that says what to do, after which the cache is the GPU's."""
+    model, ids = MODELS[family](), prompt(2, 12)["input_ids"]
+    cache = rt.ReplayCache(model.config, rt.ReplayConfig(window=4), max_cache_len)
+    with torch.no_grad():
+        truth = model(input_ids=ids, use_cache=False).logits
+        model(input_ids=ids[:, :9], **{CACHE_ARGUMENT: cache})
+        model, ids = model.to(FIRST), ids.to(FIRST)
+        with pytest.raises(ValueError, match=r"holds .* on cpu, got .* on cuda:0: .*reset\(\)"):
+            model(input_ids=ids[:, 9:], **{CACHE_ARGUMENT: cache})
+        cache.reset()
+        parts = [model(input_ids=part, **{CACHE_ARGUMENT: cache}).logits for part in ids.split([9, 1, 1, 1], dim=1)]
+    assert_same([torch.cat(parts, dim=1).cpu()], [truth])
+    assert set(places_of(cache)) == {FIRST}

@@ -25,6 +25,7 @@ MODELS = {
     "qwen3_5": lambda: build_qwen3_5([LINEAR, LINEAR, FULL, LINEAR]),
     "nemotron_h": lambda: build_nemotron_h("MM*-M"),
     "qwen3_5-attention-first": lambda: build_qwen3_5([FULL, FULL, LINEAR, LINEAR, FULL]),
+    "nemotron_h-attention-first": lambda: build_nemotron_h("*MM-M"),
 }
 CALLS: dict[str, dict[str, Any]] = {
     "greedy": {},
