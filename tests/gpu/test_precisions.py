@@ -6,16 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import CompileConfig
 
 pytest.importorskip("triton")
 
-import replay_transformers as rt
 from replay_transformers.kernels.formats.stored import readable
-from tests.gpu.test_kernels import EVERY_GEOMETRY, REAL, spread
-from tests.support.kernels import DEVICE, KERNELS, make_case
-from tests.support.models import FAMILIES, prompt
+from tests.gpu.test_kernels import EVERY_GEOMETRY, LARGE, REAL, spread, with_rows
+from tests.support.generation import returned_cache
+from tests.support.kernels import DEVICE, KERNELS, Result, bits, make_case
+from tests.support.models import FAMILIES, WITHOUT_EXPERTS, prompt
 from tests.support.operators import Geometry, Operator
-from tests.support.precisions import EVERY_PRECISION, Precise, clone, parts_of
+from tests.support.precisions import EVERY_PRECISION, Precise, clone, part_rows, parts_of
 
 FOUR_MODELS = pytest.mark.parametrize(("operator", "geometry"), [REAL[0], REAL[2]], ids=["mamba2", "gated_delta"])
 
@@ -38,6 +39,36 @@ def test_more_tokens(operator: Operator, geometry: Geometry, checkpoint: str, re
 def test_decay_skip(operator: Operator, geometry: Geometry, checkpoint: str, readout: str | None) -> None:
     """A threshold under which some heads fall and others do not."""
     Precise(make_case(operator, geometry, 1, dtype=torch.bfloat16, **spread(5, 1)), checkpoint, readout, 0.1).check()
+
+
+@pytest.mark.no_poison
+@pytest.mark.parametrize(("operator", "geometry"), [REAL[1], REAL[3]], ids=["mamba2", "gated_delta"])
+@pytest.mark.parametrize(("checkpoint", "readout"), [("nvfp4", None), ("float32", "fp8")])
+def test_states_of_more_than_two_to_the_31_elements(
+    operator: Operator, geometry: Geometry, checkpoint: str, readout: str | None
+) -> None:
+    """Also two in a byte. Three rows, repeated: every repetition gives the same bits, the first and last are right."""
+    small = Precise(
+        make_case(operator, geometry, committed=(5, 16, 3), pending=(1, 0, 2), folds=[5, 16, 0], dtype=torch.bfloat16),
+        checkpoint,
+        readout,
+    )
+    small.check()
+    per_row = min(state["values"][0].numel() for state in map(parts_of, (small.state, small.readout)) if state)
+    repeats = LARGE // (3 * per_row) + 1
+    rows = torch.arange(3 * repeats, device=DEVICE) % 3
+    large = Precise.__new__(Precise)
+    large.case, large.decay_skip = with_rows(small.case, rows), 0.0
+    large.state, large.readout = part_rows(small.state, rows), part_rows(small.readout, rows)
+    got, state, copy = large.run(KERNELS[operator.name])
+    del large
+    assert parts_of(state)["values"].numel() > LARGE
+    for part in (torch.arange(3, device=DEVICE), torch.arange(3 * repeats - 3, 3 * repeats, device=DEVICE)):
+        found = Result(got.output[part], {name: ring[part] for name, ring in got.buffers.items()})
+        small.compare(found, part_rows(state, part), part_rows(copy, part))
+    for tensor in (got.output, *got.buffers.values(), *parts_of(state).values(), *parts_of(copy).values()):
+        repeated = bits(tensor).unflatten(0, (repeats, 3))
+        assert all(torch.equal(repeated[i], repeated[0]) for i in range(repeats))
 
 
 @FOUR_MODELS
@@ -77,23 +108,45 @@ def test_a_replayed_graph_draws_new_random_numbers(operator: Operator, geometry:
     assert not torch.equal(seen[0]["values"], seen[1]["values"])
 
 
+SETTINGS = pytest.mark.parametrize(
+    "settings", [{"readout": "fp8"}, {"readout": "nvfp4"}, {"checkpoint": "fp8_sr"}], ids=str
+)
+
+
+def _check_generate(model: Any, settings: dict[str, Any], **calling: Any) -> None:
+    """The logits of the reference up to values that are rounded to the other side, over flushes: the first of a prompt
+    that lies in the ring, then of two steps each."""
+    inputs = prompt(3, 9, [0, 1, 5])
+    arguments: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
+    arguments |= {"output_logits": True, "cache_config": {"window": 2, **settings}}
+    truth = model.generate(**inputs, **arguments, cache_implementation="replay")
+    cuda = {name: tensor.to(DEVICE) for name, tensor in inputs.items()}
+    output = model.to(DEVICE).generate(**cuda, **arguments, **calling)
+    want, got = torch.stack(truth.logits[:6]), torch.stack(output.logits[:6]).cpu()
+    assert (got - want).norm() <= 1e-2 * want.norm()
+    cursors = [returned_cache(found).cursor.tensors()[0].cpu() for found in (truth, output)]
+    assert torch.equal(*cursors)
+    assert cursors[0].min() > 9
+
+
 @pytest.mark.usefixtures("enabled")
 @pytest.mark.no_poison
 @pytest.mark.parametrize("implementation", ["replay", "replay_static"])
-@pytest.mark.parametrize("settings", [{"readout": "fp8"}, {"readout": "nvfp4"}, {"checkpoint": "fp8_sr"}], ids=str)
+@SETTINGS
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generate(family: str, settings: dict[str, Any], implementation: str) -> None:
-    """The logits of the reference up to values that are rounded to the other side, over flushes."""
-    cpu = FAMILIES[family]()
-    inputs = prompt(3, 9, [0, 1, 5])
-    arguments: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
-    arguments |= {"output_logits": True, "cache_config": {"window": 4, **settings}}
-    truth = cpu.generate(**inputs, **arguments, cache_implementation="replay")
-    cuda = {name: tensor.to(DEVICE) for name, tensor in inputs.items()}
-    output = cpu.to(DEVICE).generate(**cuda, **arguments, cache_implementation=implementation, disable_compile=True)
-    want, got = torch.stack(truth.logits[:5]), torch.stack(output.logits[:5]).cpu()
-    assert (got - want).norm() <= 1e-2 * want.norm()
-    assert rt.is_enabled()
+    _check_generate(FAMILIES[family](), settings, cache_implementation=implementation, disable_compile=True)
+
+
+@pytest.mark.usefixtures("enabled")
+@pytest.mark.no_poison
+@SETTINGS
+@pytest.mark.parametrize("family", WITHOUT_EXPERTS)
+def test_generate_in_graphs(family: str, settings: dict[str, Any], captures: list[torch.device]) -> None:
+    """Recorded at the second step, replayed from then on."""
+    graphs = {"cache_implementation": "replay_static", "compile_config": CompileConfig(backend="cudagraphs")}
+    _check_generate(WITHOUT_EXPERTS[family](), settings, **graphs)
+    assert len(captures) == 1
 
 
 def test_a_stored_state_reads_alike_on_both_devices() -> None:
