@@ -29,6 +29,7 @@ def test_greedy_equals_decoding_without_a_cache(family: str, implementation: str
     for _ in range(2):
         output = model.generate(**given, **arguments, cache_config={"draft_length": "fixed"})
         assert torch.equal(output, expected)
+    assert torch.equal(model.generate(**given, **arguments), expected)  # lengths by the clock
     if implementation == "replay":  # the hook that counts forwards would be compiled as well
         with observed(model) as rounds:
             model.generate(**given, **arguments, cache_config={"draft_length": "fixed"})

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import CompileConfig
 
 from tests.support.batches import Oracle, observed
-from tests.support.models import FAMILIES, greedy_without_cache, prompt
+from tests.support.models import FAMILIES, WITHOUT_EXPERTS, greedy_without_cache, prompt
 from tests.support.speculation import never_right, never_unsure, perturbed
 
 pytestmark = [pytest.mark.usefixtures("enabled"), pytest.mark.no_poison]
@@ -64,13 +65,41 @@ def test_an_assistant(family: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["replay", "replay_static"])
-def test_memory_is_flat_over_fifty_calls_with_rejections(implementation: str) -> None:
-    model = FAMILIES["qwen3_5"]().cuda()
+@pytest.mark.parametrize("family", WITHOUT_EXPERTS)
+def test_lengths_by_the_clock(family: str, implementation: str) -> None:
+    """Drafts as long as they pay, which is the default; compiled, a graph for each length that is tried."""
+    cpu = WITHOUT_EXPERTS[family]()
+    truth = greedy_without_cache(cpu, *(tensor.cpu() for tensor in _inputs().values()), STEPS)
+    model, oracle = cpu.cuda(), Oracle(truth.cuda(), 4, "right")
+    settings = _settings(implementation, cache_config={"window": 7}, prompt_lookup_num_tokens=4)
+    with observed(model, lambda drafter: oracle, implementation == "replay_static") as rounds:
+        output = model.generate(**_inputs(), **settings)
+    assert torch.equal(output.cpu(), truth)
+    assert max(rounds.drafted) > 0
+    assert max(rounds.accepted()) >= 1
+
+
+EAGER, GRAPHS = {"disable_compile": True}, {"compile_config": CompileConfig(backend="cudagraphs")}
+
+
+@pytest.mark.parametrize(
+    ("implementation", "compiling"),
+    [("replay", EAGER), ("replay_static", EAGER), ("replay_static", GRAPHS)],
+    ids=["growing", "fixed", "graphs"],
+)
+@pytest.mark.parametrize("family", WITHOUT_EXPERTS)
+def test_memory_is_flat_over_fifty_calls_with_rejections(
+    family: str, implementation: str, compiling: dict[str, Any], captures: list[torch.device]
+) -> None:
+    model = WITHOUT_EXPERTS[family]().cuda()
     assistant = never_unsure(never_right(model).cuda())
-    arguments = _settings(implementation, max_new_tokens=12, disable_compile=True)
-    with observed(model) as rounds:
+    arguments = _settings(implementation, max_new_tokens=12, **compiling)
+    with observed(model, is_compiled=compiling is GRAPHS) as rounds:
         model.generate(**_inputs(), **arguments, assistant_model=assistant)
-    rounds.check(accepting=0)
+    assert set(rounds.accepted()) == {0}
+    assert max(rounds.drafted) == 4
+    if compiling is EAGER:
+        rounds.check(accepting=0)
     del rounds
     gc.collect()  # the observer is a cycle; without it nothing may wait for the collector
     allocated = []
@@ -79,3 +108,4 @@ def test_memory_is_flat_over_fifty_calls_with_rejections(implementation: str) ->
         torch.cuda.synchronize()
         allocated.append(torch.cuda.memory_allocated())
     assert allocated[-1] == allocated[2]
+    assert bool(captures) == (compiling is GRAPHS)
