@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,18 +13,20 @@ import pytest
 import replay_transformers as rt
 from replay_transformers.cli.loading import Loaded, load
 from scripts.distributed_generation.parts import Parts
-from tests.support.distributed import Kill, Outcome, run
-from tests.support.scripts import SCRIPTS
+from tests.support.distributed import (
+    GOOD,
+    MODEL,
+    NEW,
+    Kill,
+    Outcome,
+    assert_as_alone,
+    launched,
+    run,
+    write_prompts,
+)
 
 pytestmark = pytest.mark.xdist_group("distributed")  # one server of processes
 
-MODEL, NEW = "qwen3_5_draft", 6
-TEXTS = (
-    "import os\nimport ", "def add(a, b):\n    return a", "class Stack:\n    def __init__(self):\n        self.a = ",
-    "x = [", "for name in sorted(names):\n    print(", "", "try:\n    import json\nexcept ",
-    "with open(path) as file:\n    text = file.read()\n    ",
-)  # fmt: skip
-GOOD = [index for index, text in enumerate(TEXTS) if text]
 SAMPLED = ("--do-sample", "--seed=3", "--top-p=0.95", "--num-return-sequences=2")
 
 
@@ -37,8 +37,7 @@ class Place:
         self.folder, self.output = folder, folder / "out.jsonl"
         self.parts = Parts(self.output)
         self.prompts = folder / "in.jsonl"
-        lines = [{"prompt": text} | ({"id": f"n{index}"} if index % 2 else {}) for index, text in enumerate(TEXTS)]
-        self.prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_prompts(self.prompts)
 
     def run(self, *options: str, processes: int = 1, kill: Kill | None = None) -> Outcome:
         arguments = (f"--model={MODEL}", f"--prompts={self.prompts}", f"--output={self.output}", "--batch=2")
@@ -68,20 +67,7 @@ def loaded() -> Loaded:
 
 
 def test_lines_are_those_of_prompts_generated_alone(expected: str, loaded: Loaded) -> None:
-    """In order, left padding left out; a prompt that cannot be continued has an error and stops nothing."""
-    lines = [json.loads(line) for line in expected.splitlines()]
-    assert [line["index"] for line in lines] == list(range(len(TEXTS)))
-    for index, line in enumerate(lines):
-        assert line["prompt"] == TEXTS[index]
-        assert line.get("id") == (f"n{index}" if index % 2 else None)
-        if index not in GOOD:
-            assert set(line) == {"index", "id", "prompt", "error"}
-            continue
-        inputs = loaded.encode(TEXTS[index])
-        alone = loaded.model.generate(**inputs, max_new_tokens=NEW, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-        assert line["completions"] == [loaded.tokenizer.decode(alone, skip_special_tokens=True)]
-        assert line["prompt_tokens"] == inputs["input_ids"].shape[1]
-        assert line["completion_tokens"] == [len(alone)]
+    assert_as_alone(expected, loaded)
 
 
 def test_two_processes_write_the_same(place: Place, expected: str) -> None:
@@ -229,12 +215,8 @@ def test_two_runs_do_not_share_an_output(place: Place) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun --standalone --nproc-per-node 2", "accelerate launch --cpu"])
-def test_under_a_launcher(place: Place, expected: str, launcher: str) -> None:
+def test_under_a_launcher(expected: str, launcher: str, tmp_path: Path) -> None:
     program, *options = launcher.split()
-    command = [str(Path(sys.executable).with_name(program)), *options, str(SCRIPTS / "generate_distributed.py")]
-    command += [f"--model={MODEL}", f"--prompts={place.prompts}", f"--output={place.output}", "--batch=2"]
-    command += [f"--max-new-tokens={NEW}", "--device=cpu"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=dict(os.environ), check=False)
-    assert done.returncode == 0, done.stderr
-    assert ("2 processes" if program == "torchrun" else "1 process") in done.stdout
-    assert place.output.read_text() == expected
+    said, written = launched([str(Path(sys.executable).with_name(program)), *options], tmp_path, "--device=cpu")
+    assert ("2 processes" if program == "torchrun" else "1 process") in said
+    assert written == expected

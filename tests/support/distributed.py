@@ -5,9 +5,11 @@ The processes are forked from a server that has imported everything, and find ea
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,9 +21,51 @@ import torch
 import transformers.models.nemotron_h.modeling_nemotron_h
 import transformers.models.qwen3_5.modeling_qwen3_5  # noqa: F401  # what the server imports for all
 
+from replay_transformers.cli.loading import Loaded
 from tests.support.scripts import SCRIPTS
 
 DEADLINE = 120
+MODEL, NEW = "qwen3_5_draft", 6  # a sample model, and tokens of a completion
+TEXTS = (
+    "import os\nimport ", "def add(a, b):\n    return a", "class Stack:\n    def __init__(self):\n        self.a = ",
+    "x = [", "for name in sorted(names):\n    print(", "", "try:\n    import json\nexcept ",
+    "with open(path) as file:\n    text = file.read()\n    ",
+)  # fmt: skip
+GOOD = [index for index, text in enumerate(TEXTS) if text]
+
+
+def write_prompts(path: Path) -> None:
+    """`TEXTS`, every other one with an id."""
+    lines = [{"prompt": text} | ({"id": f"n{index}"} if index % 2 else {}) for index, text in enumerate(TEXTS)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def assert_as_alone(output: str, loaded: Loaded) -> None:
+    """In order, left padding left out; a prompt that cannot be continued has an error and stops nothing."""
+    lines = [json.loads(line) for line in output.splitlines()]
+    assert [line["index"] for line in lines] == list(range(len(TEXTS)))
+    for index, line in enumerate(lines):
+        assert line["prompt"] == TEXTS[index]
+        assert line.get("id") == (f"n{index}" if index % 2 else None)
+        if index not in GOOD:
+            assert set(line) == {"index", "id", "prompt", "error"}
+            continue
+        inputs = loaded.encode(TEXTS[index])
+        alone = loaded.model.generate(**inputs, max_new_tokens=NEW, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        assert line["completions"] == [loaded.tokenizer.decode(alone, skip_special_tokens=True)]
+        assert line["prompt_tokens"] == inputs["input_ids"].shape[1]
+        assert line["completion_tokens"] == [len(alone)]
+
+
+def launched(launcher: Sequence[str], folder: Path, *options: str) -> tuple[str, str]:
+    """The script behind a launcher, as from a command line; what it prints and what it writes."""
+    prompts, output = folder / "in.jsonl", folder / "out.jsonl"
+    write_prompts(prompts)
+    command = [*launcher, str(SCRIPTS / "generate_distributed.py"), f"--model={MODEL}", f"--prompts={prompts}"]
+    command += [f"--output={output}", "--batch=2", f"--max-new-tokens={NEW}", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=dict(os.environ), check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, output.read_text()
 
 
 @dataclass(frozen=True)
