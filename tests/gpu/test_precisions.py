@@ -115,7 +115,8 @@ SETTINGS = pytest.mark.parametrize(
 
 def _check_generate(model: Any, settings: dict[str, Any], **calling: Any) -> None:
     """The logits of the reference up to values that are rounded to the other side, over flushes: the first of a prompt
-    that lies in the ring, then of two steps each."""
+    that lies in the ring, then of two steps each. Such a value may also decide between two tokens; from there on the
+    row is left out."""
     inputs = prompt(3, 9, [0, 1, 5])
     arguments: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
     arguments |= {"output_logits": True, "cache_config": {"window": 2, **settings}}
@@ -123,7 +124,10 @@ def _check_generate(model: Any, settings: dict[str, Any], **calling: Any) -> Non
     cuda = {name: tensor.to(DEVICE) for name, tensor in inputs.items()}
     output = model.to(DEVICE).generate(**cuda, **arguments, **calling)
     want, got = torch.stack(truth.logits[:6]), torch.stack(output.logits[:6]).cpu()
-    assert (got - want).norm() <= 1e-2 * want.norm()
+    tokens = output.sequences.cpu()
+    same = torch.stack([(tokens == truth.sequences)[:, : 9 + step].all(1) for step in range(6)])
+    assert same[-1].any()
+    assert (got - want)[same].norm() <= 1e-2 * want[same].norm()
     cursors = [returned_cache(found).cursor.tensors()[0].cpu() for found in (truth, output)]
     assert torch.equal(*cursors)
     assert cursors[0].min() > 9
