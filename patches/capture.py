@@ -49,7 +49,8 @@ def cuda_graphs(graph_module: torch.fx.GraphModule, example_inputs: Sequence[Any
             piece = getattr(whole, name)
             delattr(whole, name)
             setattr(whole, name, _piece(piece))
-    return whole
+    # what a piece gives is valid until the next step
+    return lambda *inputs: _copies(whole(*inputs))
 
 
 def _piece(module: torch.fx.GraphModule) -> Callable[..., Any]:
@@ -93,15 +94,14 @@ class _Step:
             for buffer, value in zip(self.buffers, moving, strict=True):
                 buffer.copy_(value)
             self.replay()
-            if not self.keeps_outputs:
-                return tuple(self.outputs)
-            return tuple(value.clone() if isinstance(value, torch.Tensor) else value for value in self.outputs)
+            return _copies(self.outputs) if self.keeps_outputs else tuple(self.outputs)
 
     def _warm_up(self, inputs: Sequence[Any]) -> Sequence[Any]:
-        moving = [value for value in inputs if not _keeps_address(value) and not value.is_inference()]
-        versions = [value._version for value in moving]
+        moving = [value for value in inputs if not _keeps_address(value)]
+        # tensors of inference mode count no versions
+        before = [value.clone() if value.is_inference() else value._version for value in moving]
         outputs = self.function(*inputs)
-        self.warm, self.writes_inputs = True, versions != [value._version for value in moving]
+        self.warm, self.writes_inputs = True, not all(map(_is_as_before, moving, before))
         if self.writes_inputs:
             logger.warning("CUDA graphs: a step writes into a tensor that is new each time: running without them")
         return outputs
@@ -115,6 +115,17 @@ class _Step:
         self.outputs, self.replay = record(self.function, operands)
         self.addresses = fixed
         logger.debug("captured a CUDA graph with %d copied inputs", len(moving))
+
+
+def _copies(values: Sequence[Any]) -> Sequence[Any]:
+    return tuple(value.clone() if isinstance(value, torch.Tensor) else value for value in values)
+
+
+def _is_as_before(value: torch.Tensor, before: torch.Tensor | int) -> bool:
+    """Whether nothing has been written into a tensor since it was copied, or had that version."""
+    if isinstance(before, int):
+        return value._version == before
+    return torch.equal(value, before)
 
 
 def record(function: Function, inputs: Sequence[torch.Tensor]) -> tuple[Sequence[Any], Callable[[], None]]:

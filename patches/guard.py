@@ -11,11 +11,21 @@ from replay_transformers.patches.attention import REPLAY_FLAG
 from replay_transformers.patches.rows import separate_rows
 from replay_transformers.patches.versions import cache_argument
 
-__all__ = ["guard", "refuse_training", "replay_cache_of"]
+__all__ = ["guard", "refuse_training", "replay_cache_of", "switch"]
+
+_is_on = False  # copies of a model that was prepared for the patches outlive them
+
+
+def switch(is_on: bool) -> None:
+    """Whether the patches are on: while they are off, nothing is diverted to a replay cache."""
+    global _is_on
+    _is_on = is_on
 
 
 def replay_cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ReplayCache | None:
-    """The replay cache among the arguments of a forward, if it got one."""
+    """The replay cache among the arguments of a forward, if it got one and the patches are on."""
+    if not _is_on:
+        return None
     cache = cache_argument(kwargs)
     if isinstance(cache, ReplayCache):
         return cache

@@ -13,6 +13,7 @@ import torch
 
 from replay_transformers.geometry import text_config
 from replay_transformers.patches.attention import REPLAY_FLAG
+from replay_transformers.patches.placement import parts_of
 from replay_transformers.patches.versions import generate_cache_name
 
 __all__ = ["HEADS", "MtpHead", "forget_heads", "head_of", "mtp_layers"]
@@ -77,11 +78,10 @@ class MtpHead:
 def last_device(model: Any) -> torch.device:
     """Where the model's last layer computes, and its head with it; weights that wait elsewhere are brought there."""
     layer = model.get_decoder().layers[-1]
-    for module in layer.modules():
-        device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
-        if device is not None:
-            return torch.device(device)
-    return next(parameter.device for parameter in layer.parameters())
+    hooks = (hook for module in layer.modules() for hook in parts_of(module))
+    devices = (getattr(hook, "execution_device", None) for hook in hooks)
+    device = next((device for device in devices if device is not None), None)
+    return next(parameter.device for parameter in layer.parameters()) if device is None else torch.device(device)
 
 
 def mtp_layers(config: Any) -> int | None:

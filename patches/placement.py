@@ -7,42 +7,45 @@ then breaks at every module. Hooks that only move inputs and outputs are shown t
 import types
 from typing import Any
 
-__all__ = ["hide_hooks", "show_hooks"]
+__all__ = ["hide_hook", "parts_of", "show_hook"]
 
 METHODS = ("pre_forward", "post_forward")
 
 
-def show_hooks(module: Any) -> bool:
-    """Let the compiler trace this module's hook, if it has one that only moves tensors; whether it has."""
-    hooks = _parts(module.__dict__.get("_hf_hook"))
-    if not hooks or not all(_only_moves(hook) for hook in hooks):
-        return False
-    for hook in (module._hf_hook, *hooks):
+def show_hook(module: Any) -> list[Any]:
+    """Let the compiler trace this module's hook, if it has one that only moves tensors: the hooks that it then sees."""
+    hooks = parts_of(module)
+    if not all(_only_moves(hook) for hook in hooks):
+        return []
+    for hook in hooks:
         for name in METHODS:
             if name not in vars(hook):
                 setattr(hook, name, types.MethodType(_visible(hook, name), hook))
-    return True
+    return hooks
 
 
-def hide_hooks(module: Any) -> None:
-    """Undo `show_hooks`."""
-    hook = module.__dict__.get("_hf_hook")
-    for part in (hook, *_parts(hook)):
-        for name in METHODS:
-            own = vars(part).get(name) if part is not None else None
-            if own is not None and getattr(own, "__func__", None) is _visible(part, name):
-                delattr(part, name)
+def hide_hook(hook: Any) -> None:
+    """Hide one of the hooks again that `show_hook` returned."""
+    for name in METHODS:
+        if getattr(vars(hook).get(name), "__func__", None) is _visible(hook, name):
+            delattr(hook, name)
 
 
-def _parts(hook: Any) -> tuple[Any, ...]:
-    """The hooks that a hook consists of; itself, where it is one of its own."""
-    return () if hook is None else tuple(getattr(hook, "hooks", (hook,)))
+def parts_of(module: Any) -> list[Any]:
+    """The hook that accelerate has put on a module, and those that it is made of."""
+    found, waiting = list[Any](), [module.__dict__.get("_hf_hook")]
+    while waiting:
+        hook = waiting.pop()
+        if hook is not None:
+            found.append(hook)
+            waiting += getattr(hook, "hooks", ())
+    return found
 
 
 def _only_moves(hook: Any) -> bool:
-    from accelerate.hooks import AlignDevicesHook
+    from accelerate.hooks import AlignDevicesHook, SequentialHook
 
-    return type(hook) is AlignDevicesHook and not hook.offload
+    return type(hook) is SequentialHook or (type(hook) is AlignDevicesHook and not hook.offload)
 
 
 def _visible(hook: Any, name: str) -> Any:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from replay_transformers.patches import placement
+from replay_transformers.patches import guard, placement
 from replay_transformers.patches.versions import require_supported_version
 
 __all__ = ["MIXERS", "ReplayHandle", "disable", "enable", "is_enabled", "patched_attributes"]
@@ -45,7 +45,7 @@ class _Patches:
     replaced: list[tuple[Any, str, Any]] = field(default_factory=list)
     forwards: dict[type, tuple[Any, Any]] = field(default_factory=dict)  # class -> (original, patched) forward
     rebound: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # modules that hold a forward of their own
-    shown: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # modules whose hooks the compiler sees
+    shown: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # accelerate's hooks that the compiler sees
     settings: Any = None
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
@@ -64,12 +64,14 @@ class _Patches:
             bound, own = module.__dict__.get("_old_forward"), module.__dict__.get("forward")
             if getattr(bound, "__func__", None) is patched:
                 module._old_forward = types.MethodType(original, module)
+            if getattr(own, "__func__", None) is patched:  # what a hook left behind when it was removed
+                del module.__dict__["forward"]
             function = getattr(own, "_replay_diverted", None)
             if function is not None:
                 is_function = isinstance(function, types.FunctionType)
                 module.__dict__["forward"] = types.MethodType(function, module) if is_function else function
-        for module in list(self.shown):
-            placement.hide_hooks(module)
+        for hook in list(self.shown):
+            placement.hide_hook(hook)
         for owner, name, original in reversed(self.replaced):
             if original is _ABSENT:
                 delattr(owner, name)
@@ -145,6 +147,7 @@ def enable(default: bool = False) -> ReplayHandle:
                 patches.undo()
                 raise
             _active = patches
+            guard.switch(True)
         _active.settings.default = default
         return ReplayHandle(was_enabled, was_default)
 
@@ -154,6 +157,7 @@ def disable() -> None:
     global _active
     with _lock:
         if _active is not None:
+            guard.switch(False)
             _active.undo()
             _active = None
 
@@ -164,9 +168,10 @@ def patched_attributes() -> list[tuple[Any, str]]:
 
 
 def _apply(patches: _Patches) -> None:
+    from transformers import PreTrainedModel
     from transformers.generation import configuration_utils, utils
 
-    from replay_transformers.patches import assisted, attention, generate, guard, mixer, stop_check
+    from replay_transformers.patches import assisted, attention, compiled, generate, mixer, stop_check
 
     patches.settings = generate.GenerateSettings(prepare_model=functools.partial(_prepare_model, patches))
     for name, patch_name in MIXERS.items():
@@ -182,6 +187,11 @@ def _apply(patches: _Patches) -> None:
     families = tuple(cls for cls in stateful if cls is not None)
     for cls in families:
         patches.replace(cls, "_is_stateful", False)
+    patches.replace(
+        PreTrainedModel,
+        "get_compiled_call",
+        compiled.wrap_get_compiled_call(vars(PreTrainedModel)["get_compiled_call"]),
+    )
     mixin = utils.GenerationMixin
     patches.replace(mixin, "generate", generate.wrap_generate(vars(mixin)["generate"], patches.settings))
     prepare = "_prepare_cache_for_generation"
@@ -209,8 +219,7 @@ def _prepare_model(patches: _Patches, model: Any) -> None:
     """
     with _lock:
         for module in model.modules():
-            if placement.show_hooks(module):
-                patches.shown.add(module)
+            patches.shown.update(placement.show_hook(module))
             if type(module) not in patches.forwards:
                 continue
             original, patched = patches.forwards[type(module)]
@@ -227,13 +236,11 @@ def _prepare_model(patches: _Patches, model: Any) -> None:
 
 def _divert_instance(patched: Any, own: Any, module: Any) -> Any:
     """An instance's own forward, except on a replay cache; a bound method, so that copies of the module get theirs."""
-    from replay_transformers.patches.guard import replay_cache_of
-
     function = own.__func__ if getattr(own, "__self__", None) is module else None
 
     @functools.wraps(own)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if replay_cache_of(args, kwargs) is not None:
+        if guard.replay_cache_of(args, kwargs) is not None:
             return patched(self, *args, **kwargs)
         return own(*args, **kwargs) if function is None else function(self, *args, **kwargs)
 

@@ -77,19 +77,21 @@ class ReplayCache(RowsOfCache, Cache):
     def _build_layers(self) -> list[Any]:
         total = sum(geometry.kind in LAYER_CLASSES for geometry in self.geometries)
         layers: list[Any] = []
-        before = 0
+        before, attention = 0, list[Any]()
         for geometry in self.geometries:
             place: dict[str, Any] = {"cursor": self.cursor, "before": before, "total": total}
             if geometry.kind in LAYER_CLASSES:
                 layer_class = LAYER_CLASSES[geometry.kind]
-                layers.append(layer_class(geometry, self.replay_config, self.cursor, order=before, total=total))
-                before += 1
+                layers.append(layer_class(geometry, self.replay_config, self.cursor, before, total, attention))
+                before, attention = before + 1, []
             elif geometry.kind == "none":
                 layers.append(EmptyLayer())
             elif self.max_cache_len is None:
-                layers.append(GrowingAttentionLayer(**place))
+                attention.append(GrowingAttentionLayer(**place))
+                layers.append(attention[-1])
             else:
-                layers.append(FixedAttentionLayer(max_cache_len=self._slots(), **place))
+                attention.append(FixedAttentionLayer(max_cache_len=self._slots(), **place))
+                layers.append(attention[-1])
         return layers
 
     def _slots(self) -> int:

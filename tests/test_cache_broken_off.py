@@ -89,6 +89,25 @@ def test_between_attention_and_the_state_space_layers(name: str, fixed: bool) ->
         models.cached_forward(model, cache, TOKENS[:, 7:8])
 
 
+@pytest.mark.parametrize("name", ["qwen3_5-attention-first", "nemotron_h-M*M"])
+@GROWING_AND_FIXED
+def test_without_the_patches(name: str, fixed: bool) -> None:
+    """The first state-space layer refuses; where attention has come before it, the cache says so later on."""
+    model = model_for(name)
+    for cache in (used(model, fixed), empty(model, fixed)):
+        before = Snapshot(cache)
+        rt.disable()
+        with pytest.raises(ValueError, match="is not patched: call"):
+            models.cached_forward(model, cache, TOKENS[:, 7:8])
+        rt.enable()
+        if name == "qwen3_5-attention-first":
+            with pytest.raises(ValueError, match="broke off half-way"):
+                models.cached_forward(model, cache, TOKENS[:, 7:8])
+        else:
+            assert before.changes(cache) == []
+            models.cached_forward(model, cache, TOKENS[:, 7:8])
+
+
 @pytest.mark.parametrize("name", ["qwen3_5-attention-first", "nemotron_h-M*M", "nemotron_h-M"])
 @GROWING_AND_FIXED
 def test_before_the_first_layer(name: str, fixed: bool) -> None:

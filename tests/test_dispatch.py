@@ -10,11 +10,13 @@ import accelerate
 import pytest
 import torch
 import transformers
+from accelerate.hooks import ModelHook, add_hook_to_module
 from accelerate.utils import send_to_device
 from packaging.version import Version
 from torch import nn
 
 import replay_transformers as rt
+from replay_transformers.patches.mtp import last_device
 from tests.support import mtp
 from tests.support.batches import observed
 from tests.support.dispatch import (
@@ -112,6 +114,10 @@ def test_multi_token_prediction(family: str, how: str, enabled: None, tmp_path: 
             output = model.generate(**mtp.inputs(family, 3), **settings, cache_implementation=implementation)
         assert torch.equal(output, mtp.truth(family)[:3])
         assert max(rounds.accepted()) >= 2
+    for module in model.get_decoder().layers[-1].modules():
+        if hasattr(module, "_hf_hook"):
+            add_hook_to_module(module, ModelHook(), append=True)
+    assert last_device(model) == CPU
 
 
 @pytest.mark.parametrize("precision", [{"readout": "fp8"}, {"checkpoint": "fp8_sr"}], ids=str)

@@ -1,6 +1,6 @@
 """What the state-space layers of a replay cache share, whatever their operator."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,13 +27,20 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
         config: the cache's settings.
         cursor: shared by all layers of the cache.
         order: position among the state-space layers. total: how many of them there are.
+        attention_before: the attention layers between this and the state-space layer before.
     """
 
     is_croppable = True  # by pointer, while recording
     is_compileable = True  # fixed shapes, in-place writes
 
     def __init__(
-        self, geometry: LayerGeometry, config: ReplayConfig, cursor: Cursor, order: int = 0, total: int = 1
+        self,
+        geometry: LayerGeometry,
+        config: ReplayConfig,
+        cursor: Cursor,
+        order: int = 0,
+        total: int = 1,
+        attention_before: Sequence[Any] = (),
     ) -> None:
         # the base class's buffers (conv_states, recurrent_states) are deliberately not made
         self.geometry = geometry
@@ -41,6 +48,7 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
         self.cursor = cursor
         self.order = order
         self.total = total
+        self.attention_before = tuple(attention_before)
         row_bytes = geometry.heads * FORMATS[config.checkpoint].head_bytes(geometry.head_dim, geometry.state_dim)
         cursor.state_bytes = max(cursor.state_bytes, row_bytes)
         self._convolution = Implementations("causal_conv", config.impl)
@@ -71,6 +79,10 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
         self.cursor.recording = True
 
     def _unpatched(self, *args: Any, **kwargs: Any) -> Any:
+        cursor = self.cursor
+        if not cursor.ragged:
+            seen = 0 if cursor.base is None or cursor.fresh else int(cursor.lengths().max())
+            cursor.broken |= any(int(layer.get_seq_length()) != seen for layer in self.attention_before)
         raise ValueError(
             "a replay cache reached a state-space layer whose forward is not patched: call "
             "replay_transformers.enable() before the model runs (and before it is dispatched, where accelerate hooks "

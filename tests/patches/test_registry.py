@@ -181,6 +181,26 @@ def test_the_users_cache_on_a_model_that_was_hooked_first() -> None:
     assert torch.equal(output, truth)
 
 
+def test_copies_and_removed_hooks_know_when_the_patches_are_off() -> None:
+    """They hold the patched forwards, which nobody finds any more to put the original back."""
+    cache_of, inputs = (lambda model: {CACHE_ARGUMENT: rt.ReplayCache(model.config)}), prompt(2, 6)
+    models = {"hooks removed": FAMILIES["nemotron_h"](), "hooks kept": FAMILIES["nemotron_h"]()}
+    with rt.enable():
+        for model in models.values():
+            accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+            model.generate(**inputs, max_new_tokens=2, do_sample=False, cache_implementation="replay")
+        accelerate.hooks.remove_hook_from_module(models["hooks removed"], recurse=True)
+        models |= {f"copy, {name}": copy.deepcopy(model) for name, model in models.items()}
+        for model in models.values():
+            model(**inputs, **cache_of(model))
+    for name, model in models.items():
+        with torch.no_grad(), pytest.raises(ValueError, match="is not patched: call"):
+            model(**inputs, **cache_of(model))
+        assert model.generate(**inputs, max_new_tokens=2, do_sample=False).shape == (2, 8), name
+    mixer = models["hooks removed"].model.layers[0].mixer
+    assert "forward" not in vars(mixer)
+
+
 def test_nothing_outside_the_list_is_replaced() -> None:
     """An independent look: every attribute of the modules and classes around, not only what `enable` says it did."""
     owners = [
