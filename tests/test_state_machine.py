@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,10 +44,12 @@ class Setup:
     max_draft: int
     fixed: bool = False
     spread: bool = False  # rows flush in turn, as they would in a large batch
+    precision: tuple[tuple[str, Any], ...] = ()  # other settings of the cache
 
     def __str__(self) -> str:
         kind = f"{'fixed' if self.fixed else 'growing'}{'-spread' if self.spread else ''}"
-        return f"{self.model}-L{self.window}-draft{self.max_draft}-{kind}"
+        others = "".join(f"-{value}" for _, value in self.precision)
+        return f"{self.model}-L{self.window}-draft{self.max_draft}-{kind}{others}"
 
     def new_cache(self) -> rt.ReplayCache:
         most = MOST_TOKENS if self.fixed else None
@@ -67,6 +70,19 @@ SETUPS = [
 ]
 
 
+class Row(list[int]):
+    """Tokens that a row should have seen.
+
+    For machines that need it: ``folds`` has the places up to which the row was folded, and whether by a scan; ``read``
+    by token the place up to which it was folded when the token was read, and whether it was in a block.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folds: list[tuple[int, bool]] = []
+        self.read: list[tuple[int, bool]] = []
+
+
 class CacheMachine(RuleBasedStateMachine):
     """Drives one cache; ``tokens`` holds per row what the cache should have seen."""
 
@@ -75,7 +91,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.setup = setup
         self.model = model_for(setup.model)
         self.cache = setup.new_cache()
-        self.tokens: list[list[int]] = []
+        self.tokens: list[Row] = []
         self.pending = 0
         self.recording = False
         self.forwards = 0
@@ -98,8 +114,16 @@ class CacheMachine(RuleBasedStateMachine):
         for row, ids in zip(self.tokens, new.tolist(), strict=True):
             row.extend(ids)
         self.pending = min(self.pending + count, self.setup.max_draft) if self.recording else 0
+        self.note_folds()
         for row, got in zip(self.tokens, logits, strict=True):
-            assert_logits(got, models.full_logits(self.model, torch.tensor([row]))[0, -count:])
+            self.check_logits(row, got)
+
+    def check_logits(self, row: Row, got: torch.Tensor) -> None:
+        """Of the row's last tokens ``[n, vocabulary]``."""
+        assert_logits(got, models.full_logits(self.model, torch.tensor([row]))[0, -len(got) :])
+
+    def note_folds(self) -> None:
+        """Keep in mind what the cache has folded since the last call."""
 
     def append_single(self, count: int) -> None:
         for _ in range(count):
@@ -108,7 +132,7 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize(rows=st.integers(1, MOST_ROWS), count=st.integers(1, 8), record=st.booleans())
     def start(self, rows: int, count: int, record: bool) -> None:
         """A prompt, with or without recording from the first token on."""
-        self.tokens = [[] for _ in range(rows)]
+        self.tokens = [Row() for _ in range(rows)]
         if record:
             self.record(0)
         self.append(count)
@@ -182,6 +206,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.flush()
         assert self.cache.cursor.committed is not None
         assert not self.cache.cursor.committed.any()
+        self.note_folds()
         self.append_single(then)
 
     # -- rows ---------------------------------------------------------------------------------------------------------
@@ -204,7 +229,7 @@ class CacheMachine(RuleBasedStateMachine):
         else:
             chosen = sorted(data.draw(st.sets(indices, min_size=1)))
             self.cache.batch_select_indices(torch.tensor([row in chosen for row in range(count)]))
-        self.tokens = [list(self.tokens[row]) for row in chosen]
+        self.tokens = [copy.deepcopy(self.tokens[row]) for row in chosen]
         self.append_single(then)
 
     # -- copies -------------------------------------------------------------------------------------------------------
@@ -247,12 +272,15 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def states_are_what_the_tokens_make(self) -> None:
         for row, ids in enumerate(self.tokens):
-            new = self.setup.new_cache()
-            if ids:
-                models.cached_forward(self.model, new, torch.tensor([ids]))
-            for index in layers(self.cache):
-                state = self.cache.state(index)[row]
-                assert_states(state, new.state(index)[0] if ids else torch.zeros_like(state))
+            self.check_state(row, ids)
+
+    def check_state(self, row: int, ids: Row) -> None:
+        new = self.setup.new_cache()
+        if ids:
+            models.cached_forward(self.model, new, torch.tensor([ids]))
+        for index in layers(self.cache):
+            state = self.cache.state(index)[row]
+            assert_states(state, new.state(index)[0] if ids else torch.zeros_like(state))
 
     @invariant()
     def originals_stay_as_they_were(self) -> None:
@@ -260,18 +288,22 @@ class CacheMachine(RuleBasedStateMachine):
             assert before.changes(cache) == []
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("setup", SETUPS, ids=str)
-def test_any_sequence_of_operations(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    if setup.spread:
-        monkeypatch.setattr("replay_transformers.cursor.SPREAD_ROWS", 2)
+def drive(machine: Callable[[], CacheMachine], seed: int, examples: int) -> None:
+    """So many random sequences of operations."""
     settings = hypothesis.settings(
-        max_examples=EXAMPLES // len(SETUPS),
+        max_examples=examples,
         stateful_step_count=16,
         deadline=None,
         derandomize=True,
         suppress_health_check=list(hypothesis.HealthCheck),
     )
     with rt.enable():
-        machine = hypothesis.seed(SETUPS.index(setup))(lambda: CacheMachine(setup))
-        run_state_machine_as_test(machine, settings=settings)
+        run_state_machine_as_test(hypothesis.seed(seed)(machine), settings=settings)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_any_sequence_of_operations(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    if setup.spread:
+        monkeypatch.setattr("replay_transformers.cursor.SPREAD_ROWS", 2)
+    drive(lambda: CacheMachine(setup), SETUPS.index(setup), EXAMPLES // len(SETUPS))
