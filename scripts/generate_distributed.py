@@ -16,7 +16,6 @@ so that few graphs are compiled or recorded. On a CPU start several processes wi
 
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +26,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from distributed_generation.generation import Engine
 from distributed_generation.parts import Parts, Writer, encoded
+from distributed_generation.processes import chosen_device, joined
 from distributed_generation.prompts import Batch, Prompt, digest, encode, form_batches, read_prompts
 from distributed_generation.settings import CACHES, FIXED_MULTIPLE, Settings, differences
 from rich.console import Console
@@ -36,7 +36,6 @@ import replay_transformers as rt
 from replay_transformers.cli.loading import DTYPES, CommandError, load
 from replay_transformers.geometry import text_config
 
-PATIENCE = timedelta(days=7)  # processes wait for each other at the end; one that dies is its launcher's business
 REPORT_SECONDS = 10.0
 
 console = Console(soft_wrap=True, highlight=False)
@@ -87,7 +86,7 @@ def main(
     """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    state = PartialState(cpu=device == "cpu", timeout=PATIENCE)
+    state = joined(device)
     try:
         settings = Settings(
             model=model, dtype=dtype, batch=batch, max_new_tokens=max_new_tokens, cache=cache, window=window,
@@ -109,20 +108,6 @@ def main(
 
 class OwnError(CommandError):
     """What a process finds that the others may not."""
-
-
-def chosen_device(state: PartialState, asked: str | None) -> str:
-    """The device of this process.
-
-    Raises:
-        CommandError: one device for several processes.
-    """
-    own = "cpu" if state.device.type == "cpu" else str(state.device)
-    if asked is None or asked == own.partition(":")[0]:
-        return own
-    if state.num_processes > 1:
-        raise CommandError(f"--device {asked} does not go with {state.num_processes} processes: leave it to accelerate")
-    return asked
 
 
 class Run:
