@@ -91,6 +91,36 @@ def test_prompts_are_read_line_by_line(tmp_path: Path, loaded: Loaded) -> None:
         read_prompts(tmp_path / "none", "prompt", None)
 
 
+@pytest.mark.parametrize("line", ["[" * 100000, '{"prompt": "x", "id": ' + "[" * 100000 + "]" * 100000 + "}"])
+def test_lines_nested_too_deeply_are_errors(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text(f'{{"prompt": "x"}}\n{line}\n')
+    prompts = read_prompts(path, "prompt", None)
+    assert [prompt.error for prompt in prompts] == [None, "line 2 is nested too deeply"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"3", b"{}", b"\xff", b"[" * 100000, b'{"settings": 1, "environment": {}, "finished": null}',
+     b'{"settings": {}, "environment": {}, "finished": {}}'],
+    ids=["empty", "half", "list", "number", "no-keys", "no-text", "deep", "other-keys", "no-bytes"],
+)  # fmt: skip
+def test_damaged_headers_are_refused(tmp_path: Path, content: bytes) -> None:
+    parts = Parts(tmp_path / "out")
+    parts.folder.mkdir()
+    parts.header.write_bytes(content)
+    with pytest.raises(CommandError, match=r"header\.json is damaged.*--redo"):
+        parts.begin({}, {}, redo=False)
+    assert parts.begin({}, {}, redo=True) == (False, [])
+    assert parts.begin({}, {}, redo=False) == (False, [])
+
+
+@pytest.mark.parametrize("output", ["", "/", ".", ".."])
+def test_outputs_that_are_folders_are_refused(output: str) -> None:
+    with pytest.raises(CommandError, match="--output must name a file"):
+        Parts(Path(output))
+
+
 def test_wrong_settings() -> None:
     for options, message in (
         ({"dtype": "int4"}, "--dtype"),

@@ -32,9 +32,15 @@ def encoded(record: dict[str, Any]) -> bytes:
 
 
 class Parts:
-    """The files beside an output; the processes of a run each have one of these."""
+    """The files beside an output; the processes of a run each have one of these.
+
+    Raises:
+        CommandError: an output that cannot be a file.
+    """
 
     def __init__(self, output: Path) -> None:
+        if not output.name or output.is_dir():
+            raise CommandError(f"--output must name a file, got the folder {str(output)!r}")
         self.output, self.folder = output, output.with_name(output.name + ".parts")
         self.header = self.folder / "header.json"
         self._lock: Any = None
@@ -70,7 +76,7 @@ class Parts:
             Whether the output is finished, and in which of its surroundings this run differs from the one it resumes.
 
         Raises:
-            CommandError: what is there belongs to another run.
+            CommandError: what is there belongs to another run, or its header cannot be read.
         """
         fresh = {"settings": fingerprint, "environment": environment, "finished": None}
         if redo:
@@ -83,7 +89,7 @@ class Parts:
                     "which replaces it"
                 )
             self._write_header(fresh)
-        header = json.loads(self.header.read_text())
+        header = self._read_header()
         differing = differences(header["settings"], fingerprint)
         if differing and not header["finished"] and not self.done():  # nothing would be lost
             header = fresh
@@ -99,6 +105,19 @@ class Parts:
                 f"{self.output} was finished, and has been changed or removed since: --redo generates it anew"
             )
         return bool(finished), differences(header["environment"], environment)
+
+    def _read_header(self) -> dict[str, Any]:
+        try:
+            header = json.loads(self.header.read_text())
+            finished = header["finished"]
+            parts = [header["settings"], header["environment"], {"bytes": 0} if finished is None else finished]
+            if all(isinstance(part, dict) for part in parts) and isinstance(parts[2]["bytes"], int):
+                return header
+        except (ValueError, TypeError, KeyError, RecursionError):
+            pass  # told below
+        raise CommandError(
+            f"{self.header} is damaged and does not say what the run was: --redo starts anew and replaces what is there"
+        )
 
     def _write_header(self, header: dict[str, Any]) -> None:
         fresh = self.header.with_suffix(".new")
@@ -179,7 +198,7 @@ class Parts:
 
     def finish(self) -> None:
         """Mark the output as finished and remove the parts."""
-        header = json.loads(self.header.read_text())
+        header = self._read_header()
         if not header["finished"]:
             self._write_header(header | {"finished": {"bytes": self.output.stat().st_size}})
         self._remove_parts()

@@ -85,8 +85,11 @@ def _from_text(index: int, number: int, line: bytes, field: str) -> Prompt:
 def _from_json(index: int, number: int, line: bytes, field: str) -> Prompt:
     try:
         value = json.loads(line)
+        json.dumps(value)  # an id is written as it was read, and that can be too deep as well
     except ValueError as error:  # also what is not UTF-8
         return Prompt(index, None, error=f"line {number} is not JSON: {error}")
+    except RecursionError:
+        return Prompt(index, None, error=f"line {number} is nested too deeply")
     if not isinstance(value, dict):
         return Prompt(index, None, error=f"line {number}: expected an object, got {type(value).__name__}")
     name, text = value.get("id"), value.get(field)
