@@ -18,7 +18,7 @@ from replay_transformers.cli import app as commands
 from replay_transformers.cli import check as checking
 from replay_transformers.cli import check_report
 from replay_transformers.cli.check_memory import Load, Peak, layer_footprints, meta_cache, predict_peak
-from replay_transformers.cli.check_places import Place, Places, largest_batch
+from replay_transformers.cli.check_places import MOST_ROWS, Place, Places, largest_batch
 from replay_transformers.kernels.formats import CHECKPOINTS, READOUTS
 from replay_transformers.patches import versions
 from scripts.benchmarks.presets import load_presets
@@ -137,6 +137,54 @@ def test_errors_are_one_line(arguments: tuple[str, ...], message: str) -> None:
     assert message in lines[0]
 
 
+@pytest.mark.parametrize("memory", ["inf", "1e300", "nan", "-1"])
+def test_memory_that_no_device_has(memory: str) -> None:
+    assert "--memory" in run("qwen3_5", "--memory", memory, code=2).stderr
+
+
+def changed(folder: Path, **values: Any) -> Path:
+    """The configuration of a sample model with other values."""
+    config = json.loads((Path(rt.sample_model("qwen3_5")) / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | values))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"linear_value_head_dim": None}, "'linear_value_head_dim' expected int, got NoneType"),
+        ({"linear_value_head_dim": "12"}, "'linear_value_head_dim' expected int, got str"),
+        ({"num_attention_heads": 0}, "by zero"),
+        ({"dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn', expected one of float32, bfloat16, float16, float64"),
+        ({"dtype": "nonsense"}, "cannot read the configuration"),
+    ],
+)
+def test_configurations_of_nonsense(values: dict[str, Any], message: str, tmp_path: Path) -> None:
+    lines = run(changed(tmp_path, **values), code=2).stderr.splitlines()
+    assert len(lines) == 1, lines
+    assert message in lines[0]
+
+
+def test_another_dtype_than_that_of_the_configuration(tmp_path: Path) -> None:
+    found = record(changed(tmp_path, dtype="float8_e4m3fn"), "--dtype", "bfloat16")
+    assert (found["dtype"], found["refused"]) == ("bfloat16", False)
+
+
+@pytest.mark.parametrize("method", ["fp8", None])
+def test_quantised_weights_are_counted_unquantised(method: str | None, tmp_path: Path) -> None:
+    name = {"quant_method": method} if method else {}
+    folder = changed(tmp_path, quantization_config={"weight_block_size": [128, 128], **name})
+    found, plain = record(folder), record("qwen3_5")
+    assert found["weights_bytes"] == plain["weights_bytes"]
+    said = "(fp8) " if method else ""
+    note = (
+        f"quantization_config {said}is left out of account: weights are counted unquantised, 2 bytes each in bfloat16"
+    )
+    assert note in findings(found, "note")
+    assert "quantization_config" not in findings(plain, "note")
+    assert note in " ".join(run(folder).output.split())
+
+
 @pytest.mark.parametrize(
     ("options", "installed", "message"),
     [
@@ -239,6 +287,15 @@ def test_the_largest_batch_is_the_largest() -> None:
         found = largest_batch(Places({"cuda:0": place}, ["cuda:0"] * 2, {}), footprints, peak)
         fits = [rows for rows in range(1, 3000) if 100 + 30 * rows + peak(rows).prefill <= memory]
         assert found == max(fits, default=0)
+    asked: list[int] = []
+    place = Place("cuda:0", 2**60, weights=100, layers=[0, 1])
+
+    def counted(rows: int) -> Peak:
+        asked.append(rows)
+        return peak(rows)
+
+    assert largest_batch(Places({"cuda:0": place}, ["cuda:0"] * 2, {}), footprints, counted) == MOST_ROWS - 1
+    assert len(asked) < 10, "more fit than are asked for: no step row by row"
     two = {name: Place(name, memory, 0, [index]) for index, (name, memory) in enumerate([("a", 900), ("b", 90)])}
     assert largest_batch(Places(two, ["a", "b"], {}), footprints, functools.partial(peak)) == 3
     two["b"].memory = None

@@ -28,6 +28,7 @@ PROMPTS = (
 SHORT_PROMPT = "def add(a, b):\n    return a"
 DEMO_ROUNDS, SPECULATION_ROUNDS = 3, 2
 SPECULATION_ROWS = 4
+MOST_GIB = 2.0**20  # more than any device has
 
 app = typer.Typer(name="replay-transformers", no_args_is_help=True, add_completion=False)
 
@@ -194,7 +195,7 @@ def check(
         str | None, typer.Option(help="auto, cpu, cuda, ...; by default one device, a GPU if there is one.")
     ] = None,
     memory: Annotated[
-        float | None, typer.Option(min=0, help="GiB of each device; by default what is free on the GPU.")
+        float | None, typer.Option(min=0, max=MOST_GIB, help="GiB of each device; by default what is free on the GPU.")
     ] = None,
     only_json: OnlyJson = False,
 ) -> None:

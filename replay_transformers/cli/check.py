@@ -32,6 +32,7 @@ __all__ = ["NOTE", "NO_GAIN", "REFUSED", "Check", "Finding", "Question", "check_
 
 REFUSED, NO_GAIN, NOTE = "refused", "no gain", "note"
 GIB = 2**30
+WEIGHTS = (*DTYPES.values(), torch.float64)  # what `from_config` makes models in
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ def check_model(question: Question) -> Check:
     found = Check(question, type(model).__name__, dtype, weight_bytes(model), list(_version_findings()))
     if tied := _tied_bytes(model):
         found.findings.append(Finding(NOTE, f"embedding and output matrix are one: {tied / GIB:.2f} GiB, counted once"))
+    found.findings += _quantisation_findings(model.config, dtype)
     load = Load(config, question.length, question.prompt, dtype)
     try:
         cache = meta_cache(model.config, load)
@@ -149,19 +151,45 @@ def _meta_model(question: Question) -> Any:
         dtype = DTYPES[question.dtype] if question.dtype else _own_dtype(config)
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    except (OSError, ValueError, KeyError, AttributeError, ImportError, RuntimeError) as error:
+    except CommandError:
+        raise
+    except Exception as error:  # values that nobody has looked at fail anywhere in a model's own code
         raise CommandError(f"cannot read the configuration of {source!r}: {first_line(error)}") from error
 
 
 def _own_dtype(config: Any) -> torch.dtype:
-    """As `from_pretrained` takes it: what the configuration says, else float32."""
+    """As `from_pretrained` takes it: what the configuration says, else float32.
+
+    Raises:
+        CommandError: nothing that a model computes in.
+    """
     said = getattr(config, "dtype", None) or getattr(text_config(config), "dtype", None) or torch.float32
-    return getattr(torch, said) if isinstance(said, str) else said
+    found = getattr(torch, said, None) if isinstance(said, str) else said
+    if found not in WEIGHTS:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in WEIGHTS)
+        raise CommandError(
+            f"the configuration has dtype {str(said).removeprefix('torch.')!r}, expected one of {names}: --dtype "
+            "chooses another"
+        )
+    return found
 
 
 def _tied_bytes(model: Any) -> int:
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     return weight_bytes(output) if output is not None and output.weight is embedding.weight else 0
+
+
+def _quantisation_findings(config: Any, dtype: torch.dtype) -> Iterator[Finding]:
+    said = getattr(config, "quantization_config", None) or getattr(text_config(config), "quantization_config", None)
+    if not said:
+        return
+    values = said if isinstance(said, dict) else said.to_dict()
+    method = f" ({values['quant_method']})" if values.get("quant_method") else ""
+    yield Finding(
+        NOTE,
+        f"quantization_config{method} is left out of account: weights are counted unquantised, {dtype.itemsize} bytes "
+        f"each in {str(dtype).removeprefix('torch.')}",
+    )
 
 
 def _version_findings() -> Iterator[Finding]:

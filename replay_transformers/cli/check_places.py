@@ -172,5 +172,4 @@ def largest_batch(places: Places, footprints: list[dict[str, int]], peak: Callab
         slope = (spare(1) - left) / (guess - 1) if guess > 1 else spare(1) - spare(2)
         # nearly a straight line: aim at its end, then at the next one
         guess = guess + int(left // slope) if slope > 0 else (fits + fails) // 2
-        guess = guess if fits < guess < fails else (fits + 1 if left >= 0 else fails - 1)
     return fits

@@ -88,6 +88,8 @@ def _device(device: str | None) -> torch.device:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type if there is none."""
+    """The first line of an error's message, with the next one if that is announced; its type if there is none."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].endswith(":"):
+        return f"{lines[0]} {lines[1]}"
     return lines[0] if lines else type(error).__name__
