@@ -4,7 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["FAMILIES", "LayerGeometry", "attention_shape", "layer_geometries", "text_config"]
+__all__ = ["FAMILIES", "STATE_SPACE", "LayerGeometry", "attention_shape", "layer_geometries", "text_config"]
+
+STATE_SPACE = ("mamba2", "gated_delta")
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,9 @@ class LayerGeometry:
         head_dim: output channels per head (``P``, or the value head dimension ``V``).
         state_dim: entries of the state per output channel (``N``, or the key head dimension ``K``).
         conv_kernel: taps of the causal convolution.
+
+    Raises:
+        ValueError: a state-space layer without a size, or heads that are not a multiple of the groups.
     """
 
     kind: str
@@ -26,6 +31,13 @@ class LayerGeometry:
     head_dim: int = 0
     state_dim: int = 0
     conv_kernel: int = 0
+
+    def __post_init__(self) -> None:
+        sizes = (self.heads, self.groups, self.head_dim, self.state_dim, self.conv_kernel)
+        if self.kind in STATE_SPACE and (min(sizes) < 1 or self.heads % self.groups):
+            raise ValueError(
+                f"a {self.kind} layer needs sizes of at least 1, and heads that are a multiple of groups; got {self}"
+            )
 
     @property
     def conv_dim(self) -> int:
@@ -88,6 +100,7 @@ def layer_geometries(config: Any) -> list[LayerGeometry]:
 
     Raises:
         NotImplementedError: a model family or a layer type that the replay cache does not know.
+        ValueError: sizes that no layer can have.
     """
     decoder = text_config(config)
     family = FAMILIES.get(decoder.model_type)
@@ -110,6 +123,6 @@ def layer_geometries(config: Any) -> list[LayerGeometry]:
                 f"layer {index} of this {decoder.model_type!r} model is of type {layer_type!r}; the replay cache "
                 f"supports {sorted(['linear_attention', *PLAIN_KINDS])}"
             )
-    if not any(geometry.kind in ("mamba2", "gated_delta") for geometry in geometries):
+    if not any(geometry.kind in STATE_SPACE for geometry in geometries):
         raise NotImplementedError("this model has no state-space layer: use a stock cache")
     return geometries

@@ -13,10 +13,11 @@ import torch
 import typer
 from benchmarks.operators import plain_bytes
 from benchmarks.precision_grid import Setting, parse_precisions
-from benchmarks.presets import STATE_SPACE, Preset, chosen_presets
+from benchmarks.presets import Preset, chosen_presets
 from benchmarks.tables import as_markdown
 
 import replay_transformers as rt
+from replay_transformers.geometry import STATE_SPACE
 from replay_transformers.kernels.formats import FORMATS
 
 STOCK = ("float32", "bfloat16")

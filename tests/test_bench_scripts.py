@@ -15,7 +15,7 @@ from typer.testing import Result
 pytest.importorskip("triton")
 
 from replay_transformers.cache import ReplayCache
-from replay_transformers.geometry import LayerGeometry
+from replay_transformers.geometry import STATE_SPACE, LayerGeometry
 from replay_transformers.kernels.mamba2 import reference as mamba2
 from scripts.benchmarks import kernel_cells, operators
 from scripts.benchmarks.checks import WrongResultError, check_eager, check_replay, check_update
@@ -23,7 +23,7 @@ from scripts.benchmarks.eager import EAGER, Tile, tiles
 from scripts.benchmarks.generate_cells import Settings, logit_error
 from scripts.benchmarks.generate_steps import StepRecorder, run_generate
 from scripts.benchmarks.precision_grid import Setting, parse_precisions
-from scripts.benchmarks.presets import STATE_SPACE, layers_that_fit, load_presets, parameter_count
+from scripts.benchmarks.presets import layers_that_fit, load_presets, parameter_count
 from scripts.benchmarks.profiles import step_profile
 from scripts.benchmarks.results import Budget, Results
 from scripts.benchmarks.stock import SlowStockError, provide_mamba_ssm, require_fast

@@ -54,6 +54,12 @@ def test_unknown_models() -> None:
         rt.ReplayCache(models.qwen3_5_config(["full_attention"]))
     with pytest.raises(ValueError, match="expected a transformers model configuration, got dict"):
         rt.ReplayCache({"model_type": "nemotron_h"})
+    config = models.qwen3_5_config(["linear_attention"])
+    for name, value in (("linear_num_key_heads", 0), ("linear_num_key_heads", 3), ("linear_key_head_dim", 0)):
+        wrong = copy.deepcopy(config)
+        setattr(wrong, name, value)
+        with pytest.raises(ValueError, match="gated_delta layer needs sizes of at least 1, and heads that"):
+            rt.ReplayCache(wrong)
 
 
 @EVERY_FAMILY

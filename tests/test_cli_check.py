@@ -165,6 +165,11 @@ def test_configurations_of_nonsense(values: dict[str, Any], message: str, tmp_pa
     assert message in lines[0]
 
 
+def test_sizes_that_no_layer_can_have(tmp_path: Path) -> None:
+    folder = changed(tmp_path, linear_num_key_heads=0)
+    assert "needs sizes of at least 1" in run(folder, code=1).stdout
+
+
 def test_another_dtype_than_that_of_the_configuration(tmp_path: Path) -> None:
     found = record(changed(tmp_path, dtype="float8_e4m3fn"), "--dtype", "bfloat16")
     assert (found["dtype"], found["refused"]) == ("bfloat16", False)

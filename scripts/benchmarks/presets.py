@@ -8,9 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from replay_transformers.geometry import LayerGeometry, layer_geometries
-
-STATE_SPACE = ("mamba2", "gated_delta")
+from replay_transformers.geometry import STATE_SPACE, LayerGeometry, layer_geometries
 
 
 @dataclass(frozen=True, eq=False)
