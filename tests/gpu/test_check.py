@@ -15,7 +15,8 @@ from replay_transformers.cli.check_memory import Load, predict_peak
 from scripts.benchmarks.presets import load_presets
 from scripts.benchmarks.weights import build_model
 
-pytestmark = pytest.mark.no_poison
+# tens of GiB: with pytest-xdist, one after the other
+pytestmark = [pytest.mark.no_poison, pytest.mark.xdist_group("large")]
 
 WEIGHTS, ALL_WEIGHTS = 2 * 2**30, 9 * 10**9  # of the layers that are kept; of all layers of Nemotron-3-Nano-4B
 NEW_TOKENS, MOST_PROMPT = 20, 256

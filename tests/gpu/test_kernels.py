@@ -85,6 +85,7 @@ def with_rows(case: Case, rows: torch.Tensor) -> Case:
 
 
 @pytest.mark.no_poison
+@pytest.mark.xdist_group("large")
 @pytest.mark.parametrize(("operator", "geometry"), [REAL[1], REAL[3]], ids=["mamba2", "gated_delta"])
 def test_a_state_of_more_than_two_to_the_31_elements(operator: Operator, geometry: Geometry) -> None:
     """Three rows, repeated: every repetition gives the same bits, and the first and the last are right."""

@@ -41,6 +41,7 @@ def test_decay_skip(operator: Operator, geometry: Geometry, checkpoint: str, rea
     Precise(make_case(operator, geometry, 1, dtype=torch.bfloat16, **spread(5, 1)), checkpoint, readout, 0.1).check()
 
 
+@pytest.mark.xdist_group("large")
 @pytest.mark.no_poison
 @pytest.mark.parametrize(("operator", "geometry"), [REAL[1], REAL[3]], ids=["mamba2", "gated_delta"])
 @pytest.mark.parametrize(("checkpoint", "readout"), [("nvfp4", None), ("float32", "fp8")])
