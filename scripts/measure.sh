@@ -14,6 +14,7 @@ python=${PYTHON:-.venv/bin/python}
 common=(${MINUTES:+--minutes "$MINUTES"} ${REDO:+--redo})
 stock=(${MAMBA_SSM:+--mamba-ssm-source "$MAMBA_SSM"})
 small=(--preset nemotron-3-nano-4b --preset qwen3.5-4b)
+large=(--preset nemotron-3-super-120b-a12b --preset qwen3.5-122b-a10b)
 
 bench() {
   local script=$1
@@ -23,7 +24,8 @@ bench() {
 }
 
 kernels() {
-  bench bench_kernels.py --batch 256 --batch 8 --batch 1 --checkpoint float32
+  bench bench_kernels.py "${small[@]}" --batch 256 --batch 8 --batch 1 --checkpoint float32
+  bench bench_kernels.py "${large[@]}" --batch 256 --batch 8 --batch 1 --checkpoint float32
   bench bench_kernels.py --batch 32 --batch 64 --batch 128 --batch 512 --checkpoint float32
 }
 
@@ -74,12 +76,12 @@ divergence() {
 }
 
 gpus() {
-  local large=(--preset nemotron-3-super-120b-a12b --gpus 2 --weights-gib 115) count
-  local spread=(--only /dynamic/ --only /replay_static_graphs/)  # inductor's graphs stop at a second GPU
-  bench bench_generate.py ${stock[@]+"${stock[@]}"} "${large[@]}" --shape 1x64 --shape 32x64 "${spread[@]}"
-  bench bench_speculative.py "${large[@]}" --backend cudagraphs --tokens 5 --batch 1 --batch 8
+  local two=(--preset nemotron-3-super-120b-a12b --gpus 2 --weights-gib 115) count
+  local parts=(--only /dynamic/ --only /replay_static_graphs/)  # inductor's graphs stop at a second GPU
+  bench bench_generate.py ${stock[@]+"${stock[@]}"} "${two[@]}" --shape 1x64 --shape 32x64 "${parts[@]}"
+  bench bench_speculative.py "${two[@]}" --backend cudagraphs --tokens 5 --batch 1 --batch 8
   for count in 1 2; do
-    bench bench_generate.py ${stock[@]+"${stock[@]}"} "${small[@]}" --gpus "$count" --shape 1x64 --shape 256x64 "${spread[@]}"
+    bench bench_generate.py ${stock[@]+"${stock[@]}"} "${small[@]}" --gpus "$count" --shape 1x64 --shape 256x64 "${parts[@]}"
     bench bench_speculative.py "${small[@]}" --gpus "$count" --backend cudagraphs --tokens 5 --batch 1 --batch 32
   done
 }
