@@ -77,11 +77,11 @@ divergence() {
 
 gpus() {
   local two=(--preset nemotron-3-super-120b-a12b --gpus 2 --weights-gib 115) count
-  local parts=(--only /dynamic/ --only /replay_static_graphs/)  # inductor's graphs stop at a second GPU
-  bench bench_generate.py ${stock[@]+"${stock[@]}"} "${two[@]}" --shape 1x64 --shape 32x64 "${parts[@]}"
+  local chosen=(--only /dynamic/ --only /replay_static_graphs/)  # inductor's graphs stop at a second GPU
+  bench bench_generate.py ${stock[@]+"${stock[@]}"} "${two[@]}" --shape 1x64 --shape 32x64 "${chosen[@]}"
   bench bench_speculative.py "${two[@]}" --backend cudagraphs --tokens 5 --batch 1 --batch 8
   for count in 1 2; do
-    bench bench_generate.py ${stock[@]+"${stock[@]}"} "${small[@]}" --gpus "$count" --shape 1x64 --shape 256x64 "${parts[@]}"
+    bench bench_generate.py ${stock[@]+"${stock[@]}"} "${small[@]}" --gpus "$count" --shape 1x64 --shape 256x64 "${chosen[@]}"
     bench bench_speculative.py "${small[@]}" --gpus "$count" --backend cudagraphs --tokens 5 --batch 1 --batch 32
   done
 }
