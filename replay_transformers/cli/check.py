@@ -118,7 +118,6 @@ def check_model(question: Question) -> Check:
         return found
     load = Load(config, question.length, question.prompt, dtype, library=uses_library(cache, dtype))
     found.geometries, found.footprints = cache.geometries, layer_footprints(cache)
-    found.findings += _geometry_findings(cache.geometries)
     found.places = place_model(model, question.device_map, question.memory)
     found.findings += _speed_findings(cache, load, found.places)
     found.findings += _drafter_findings(model, config)
@@ -200,14 +199,6 @@ def _version_findings() -> Iterator[Finding]:
             pass
     except NotImplementedError as error:
         yield Finding(REFUSED, str(error))
-
-
-def _geometry_findings(geometries: list[LayerGeometry]) -> Iterator[Finding]:
-    for index, layer in enumerate(geometries):
-        if layer.groups and layer.heads % layer.groups:
-            yield Finding(
-                REFUSED, f"layer {index} has {layer.heads} heads, which is no multiple of its {layer.groups} groups"
-            )
 
 
 def _speed_findings(cache: rt.ReplayCache, load: Load, places: Places) -> Iterator[Finding]:

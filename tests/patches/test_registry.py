@@ -208,6 +208,7 @@ def test_nothing_outside_the_list_is_replaced() -> None:
         transformers.generation.utils,
         transformers.cache_utils,
         transformers.GenerationMixin,
+        transformers.PreTrainedModel,
     ]
     if hasattr(transformers.generation.utils, "DeferredStopCheck"):
         owners.append(transformers.generation.utils.DeferredStopCheck)
