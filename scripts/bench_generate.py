@@ -66,8 +66,8 @@ def main(
     largest_batch: Annotated[
         list[str] | None,
         typer.Option(
-            help="Configuration whose largest batch is looked for, instead of the cells above; begins at the batch of "
-            "--shape (256x64)."
+            help="Configuration whose largest batch is looked for, instead of the cells above; begins at what is "
+            "predicted, or where nothing is at the batch of --shape (256x64)."
         ),
     ] = None,
     short: Annotated[int, typer.Option(help="New tokens of the shorter timed call.", min=2)] = Settings.short,

@@ -49,11 +49,11 @@ generate() {
 largest() {
   local form
   for form in float32 bfloat16 fp8 nvfp4; do
-    bench bench_generate.py ${stock[@]+"${stock[@]}"} "${small[@]}" --shape 1024x64 --checkpoint "$form" \
+    bench bench_generate.py ${stock[@]+"${stock[@]}"} "${small[@]}" --checkpoint "$form" \
       --largest-batch replay_static_graphs
   done
   for form in bfloat16 fp8 nvfp4; do
-    bench bench_generate.py ${stock[@]+"${stock[@]}"} "${small[@]}" --shape 1024x64 --readout "$form" \
+    bench bench_generate.py ${stock[@]+"${stock[@]}"} "${small[@]}" --readout "$form" \
       --largest-batch replay_static_graphs
   done
   bench bench_generate.py ${stock[@]+"${stock[@]}"} "${small[@]}" --shape 512x64 --largest-batch dynamic

@@ -12,11 +12,21 @@ import pytest
 import torch
 from typer.testing import Result
 
-from replay_transformers import cursor
+from replay_transformers import ReplayConfig, cursor
+from replay_transformers.cli.check_memory import Load, predict_peak
 from replay_transformers.cursor import Cursor
 from scripts.benchmarks import largest_batch
 from scripts.benchmarks.generate_cells import EAGER, Cell, Settings, all_cells, generate_arguments, measure_cell
-from scripts.benchmarks.largest_batch import MOST_ROWS, UNFINISHED, LargestBatch, Tried, next_batch, search
+from scripts.benchmarks.largest_batch import (
+    MOST_ROWS,
+    UNFINISHED,
+    LargestBatch,
+    Tried,
+    largest_of,
+    next_batch,
+    predicted,
+    search,
+)
 from scripts.benchmarks.precision_grid import Setting
 from scripts.benchmarks.presets import load_presets
 from scripts.benchmarks.summary import (
@@ -48,15 +58,43 @@ def tried_batches(limit: int, start: int) -> list[int]:
     return [int(batch) for batch in tried]
 
 
-def test_batches_are_doubled_and_bisected() -> None:
-    assert tried_batches(1000, 256) == [256, 512, 1024, 768, 896, 960, 992, 1008, 1000]
-    assert tried_batches(20, 256) == [256, 128, 64, 32, 16, 24]
+def test_steps_double_and_are_bisected() -> None:
+    assert tried_batches(1030, 1000) == [1000, 1056, 1024]
+    assert tried_batches(980, 1000) == [1000, 944, 968, 984]
+    assert tried_batches(1000, 256) == [256, 272, 304, 368, 496, 752, 1264, 1008, 880, 944, 976, 992]
+    assert tried_batches(20, 256) == [256, 240, 208, 144, 16, 80, 48, 32, 24]
     assert tried_batches(7, 256)[-1] == 8
     assert max(tried_batches(10**9, 1)) == MOST_ROWS
-    for limit in range(1, 200, 7):
-        for start in (1, 8, 64, 250):
+    for limit in range(1, 400, 7):
+        for start in (1, 8, 64, 250, 399):
             fits = [batch for batch in tried_batches(limit, start) if batch <= limit]
-            assert max(fits, default=0) == limit // 8 * 8
+            assert limit // 8 * 8 - max(fits, default=0) <= max(fits, default=0) // 32
+
+
+def test_the_first_guess_is_what_should_fit() -> None:
+    assert largest_of(lambda rows: 1000 + 10 * rows, 51_000) == 4896  # 98% of 5,000, in eights
+    assert largest_of(lambda rows: 1000 + 10 * rows, 1100) == 8
+    model, _ = build_model(MODEL, "cpu", weight_bytes=2**30, dtype=torch.float32)
+    assert predicted(model, cell_of(), Settings()) is None
+
+
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("configuration", ["replay", "static"])
+def test_the_first_guess_on_a_gpu(name: str, configuration: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `check` would have it."""
+    model, _ = build_model(PRESETS[name], "cpu", weight_bytes=2**30, dtype=torch.float32)
+    monkeypatch.setattr(largest_batch, "devices_of", lambda _: [torch.device("cuda")])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**28, 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 2**28)
+    cell = LargestBatch(PRESETS[name], configuration, 16, 5, Setting("float32", "fp8"))
+    guess = predicted(model, cell, Settings())
+    if configuration == "static":
+        assert guess is None
+        return
+    load = Load(ReplayConfig(readout="fp8", max_draft=0), 5 + Settings.long, 5, torch.float32)
+    on_meta = PRESETS[name].build("meta", torch.float32).eval()
+    assert guess is not None
+    assert 0.95 * 2**29 < predict_peak(on_meta, load, guess).total < 2**29
 
 
 def test_precisions_are_in_the_key() -> None:
@@ -106,19 +144,20 @@ def test_a_search_goes_on_where_it_stopped(monkeypatch: pytest.MonkeyPatch) -> N
     def save(record: dict[str, Any]) -> None:
         saved.append(json.loads(json.dumps(record)))
 
+    monkeypatch.setattr(largest_batch, "predicted", lambda *_: None)
     search(None, cell_of(), Settings(), None, save, lambda: next(room))
-    assert attempts == [16, 32, 64]
+    assert attempts == [16, 24, 40]
     assert [(record["status"], record["batch"]) for record in saved] == [
         (UNFINISHED, 16),
-        (UNFINISHED, 32),
-        (UNFINISHED, 32),
+        (UNFINISHED, 24),
+        (UNFINISHED, 40),
     ]
     search(None, cell_of(), Settings(), saved[-1], save, lambda: True)
-    assert attempts == [16, 32, 64, 48, 40]
+    assert attempts == [16, 24, 40, 72, 56, 48]
     last = saved[-1]
     assert (last["status"], last["batch"], last["step_ms"]) == ("measured", 40, 4.0)
     assert last["configuration"] == "replay@float32/fp8"
-    assert {int(batch) for batch, times in last["tried"].items() if times} == {16, 32, 40}
+    assert {int(batch) for batch, times in last["tried"].items() if times} == {16, 24, 40}
     search(None, cell_of(), Settings(tolerance=0.01), None, save, lambda: True)
     assert saved[-1]["status"] == "wrong: logits differ by 10%"
 
@@ -146,7 +185,7 @@ def test_the_largest_batch_from_end_to_end(
     assert list(cells) == [f"{name}/replay@float32/fp8/largest/p5", f"{name}/dynamic/largest/p5"]
     for cell in cells.values():
         assert (cell["status"], cell["batch"]) == ("measured", 24)
-        assert list(cell["tried"]) == ["16", "32", "24"]
+        assert list(cell["tried"]) == ["16", "24", "40", "32"]
         assert cell["tokens_per_s"] == pytest.approx(24e3 / cell["step_ms"], rel=1e-3)
         assert cell["logit_error"] < 0.1
     assert "largest so far" not in call("bench_generate", *where).output

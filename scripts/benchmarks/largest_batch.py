@@ -1,12 +1,20 @@
-"""The largest batch whose `generate` fits the GPU: doubled until it does not, then bisected."""
+"""The largest batch whose `generate` fits the GPU, to one part in 32.
+
+Looked for around a first guess, in steps that double until one batch fits and another does not, then bisected, since
+every try compiles. For a replay cache the guess is what `replay-transformers check` predicts.
+"""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from replay_transformers import ReplayConfig
+from replay_transformers.cli.check_memory import Load, meta_cache, predict_peak, uses_library
+
 from .generate_cells import (
+    STOCK,
     Cell,
     Expected,
     Settings,
@@ -26,6 +34,8 @@ from .several_gpus import devices_of
 from .timing import peak_memory, reset_peaks
 
 MULTIPLE = 8  # of every batch that is tried
+FIRST_STEP, RESOLUTION = 16, 32  # parts of a batch
+CAREFUL = 0.98  # of what is predicted to fit
 MOST_ROWS = 1 << 16
 UNFINISHED = "searching"
 
@@ -35,7 +45,7 @@ Tried = dict[str, Record | None]  # by batch size: times where it fits, None whe
 
 @dataclass(frozen=True)
 class LargestBatch(Cell):
-    """A configuration whose largest batch is looked for, beginning at ``batch``."""
+    """A configuration whose largest batch is looked for, beginning at ``batch`` where there is no prediction."""
 
     @property
     def key(self) -> str:
@@ -45,14 +55,45 @@ class LargestBatch(Cell):
 
 def next_batch(tried: Tried, start: int) -> int | None:
     """What to try next; None if the largest batch is known."""
+    first = rounded(start)
     if not tried:
-        return max(MULTIPLE, start // MULTIPLE * MULTIPLE)
+        return first
     fits = max((int(batch) for batch, times in tried.items() if times), default=0)
     fails = min((int(batch) for batch, times in tried.items() if not times), default=None)
+    step = rounded(first // FIRST_STEP) << (len(tried) - 1)
     if fails is None:
-        return 2 * fits if fits < MOST_ROWS else None
-    middle = (fits + fails) // 2 // MULTIPLE * MULTIPLE
-    return middle if middle > fits else None
+        return min(fits + step, MOST_ROWS) if fits < MOST_ROWS else None
+    if not fits and fails - step >= MULTIPLE:
+        return fails - step
+    if fails - fits <= max(MULTIPLE, fits // RESOLUTION):
+        return None
+    return (fits + fails) // 2 // MULTIPLE * MULTIPLE
+
+
+def rounded(batch: int) -> int:
+    """Down to a batch that may be tried."""
+    return max(MULTIPLE, batch // MULTIPLE * MULTIPLE)
+
+
+def predicted(model: Any, cell: LargestBatch, settings: Settings) -> int | None:
+    """What should just fit; None where there is no prediction: without a replay cache, or not on one GPU."""
+    devices = devices_of(model)
+    if cell.configuration in STOCK or len(devices) > 1 or devices[0].type != "cuda":
+        return None
+    config, length = ReplayConfig(**cell.cache_settings), cell.prompt + settings.long
+    load = Load(config, length, cell.prompt, model.dtype)
+    load = replace(load, library=uses_library(meta_cache(model.config, load), model.dtype))
+    on_meta = cell.preset.build("meta", model.dtype, len(model.base_model.layers)).eval()
+    clean_up(model)
+    memory = torch.cuda.mem_get_info(devices[0])[0] + torch.cuda.memory_reserved(devices[0])
+    return largest_of(lambda rows: predict_peak(on_meta, load, rows).total, memory)
+
+
+def largest_of(peak: Callable[[int], int], memory: int) -> int:
+    """The batch whose peak is this much memory, a little less: peaks grow by a constant amount per row."""
+    few, many = 64, 128
+    per_row = (peak(many) - peak(few)) / (many - few)
+    return rounded(int(CAREFUL * (few + (memory - peak(few)) / per_row)))
 
 
 def search(
@@ -72,7 +113,8 @@ def search(
     """
     tried: Tried = dict(earlier["tried"]) if earlier else {}
     expected: Expected | None = None
-    while (batch := next_batch(tried, cell.batch)) is not None:
+    start = int(next(iter(tried))) if tried else predicted(model, cell, settings) or cell.batch
+    while (batch := next_batch(tried, start)) is not None:
         if not has_room():
             return
         if expected is None:
