@@ -96,9 +96,10 @@ def check_drafter(model: Any, generation_config: Any) -> None:
                 f"use_mtp is not supported for {type(model).__name__} yet; it is for model types {list(HEADS)}"
             )
         if mtp_layers(config) != 1:
+            found = mtp_layers(config)
             raise ValueError(
-                f"use_mtp needs a model with one MTP layer (one of {list(LAYER_NAMES)} is 1 in its configuration), got "
-                f"{mtp_layers(config)}"
+                f"use_mtp needs a model with one MTP layer ({', '.join(LAYER_NAMES[:-1])} or {LAYER_NAMES[-1]} in its "
+                f"configuration), {'this one names none' if found is None else f'got {found}'}"
             )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from replay_transformers.geometry import text_config
-from replay_transformers.patches.checkpoint import check_left_out, left_out
+from replay_transformers.patches.extra_weights import check_left_out, left_out
 from replay_transformers.patches.mtp import MtpHead, last_device
 
 __all__ = ["NemotronHHead", "build"]

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from replay_transformers.geometry import text_config
-from replay_transformers.patches.checkpoint import check_left_out
 from replay_transformers.patches.drafts import mtp_named_as_transformers_does
+from replay_transformers.patches.extra_weights import check_left_out
 from replay_transformers.patches.mtp import MtpHead, last_device
 
 __all__ = ["Qwen3_5Head", "build"]

@@ -3,8 +3,8 @@
 #
 #   bash scripts/measure.sh [PART...]
 #
-# Parts, in their order: kernels, precisions, generate, largest, speculation, text, divergence, gpus (two GPUs or more),
-# tables (the plots in docs/ and the tables of the README). MINUTES= ends each benchmark after so much time, REDO=1
+# Parts, in their order: kernels, precisions, generate, largest, speculation, text, divergence, tables (the plots in docs/
+# and the tables of the README); and gpus, for two GPUs or more, which runs only if it is named. MINUTES= ends each benchmark after so much time, REDO=1
 # measures anew what the files have, MAMBA_SSM= names the folder mamba_ssm of mamba-ssm's sources, PYTHON= an interpreter
 # that has the package.
 

@@ -32,8 +32,8 @@ MIB = 2**20
 OPENING = """\
 # Memory
 
-What a sequence takes in a cache, by the precision of its state: `python scripts/memory_table.py` prints this page. It
-builds caches of one row on the device "meta" from the configurations of released models and asks them
+What a sequence takes in a cache, by the precision of its state: `scripts/memory_table.py` (with the extra `dev`) prints
+this page. It builds caches of one row on the device "meta" from the configurations of released models and asks them
 (`memory_footprint()`); nothing here was measured on a GPU.
 
 All figures are MiB per sequence, over all state-space layers, with bfloat16 activations, `window` {window} and

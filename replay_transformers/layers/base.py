@@ -85,8 +85,8 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
             cursor.broken |= any(int(layer.get_seq_length()) != seen for layer in self.attention_before)
         raise ValueError(
             "a replay cache reached a state-space layer whose forward is not patched: call "
-            "replay_transformers.enable() before the model runs (and before it is dispatched, where accelerate hooks "
-            "have already bound its forward), or use a stock cache"
+            "replay_transformers.enable() before the model runs (and before it is loaded with a device_map, or call "
+            "generate once, where accelerate's hooks have already bound its forward), or use a stock cache"
         )
 
     lazy_initialization = _unpatched
