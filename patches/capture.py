@@ -56,8 +56,10 @@ def cuda_graphs(graph_module: torch.fx.GraphModule, example_inputs: Sequence[Any
 def _piece(module: torch.fx.GraphModule) -> Callable[..., Any]:
     """A stretch of a step; it gives what its module gives, a tensor or several."""
     (given,) = module.graph.output_node().args
-    step = _Step(module if isinstance(given, tuple) else lambda *inputs: (module(*inputs),), keeps_outputs=False)
-    return step if isinstance(given, tuple) else lambda *inputs: step(*inputs)[0]
+    if isinstance(given, tuple):
+        return _Step(module, keeps_outputs=False)
+    step = _Step(lambda *inputs: (module(*inputs),), keeps_outputs=False)
+    return lambda *inputs: step(*inputs)[0]
 
 
 class _Step:

@@ -32,8 +32,10 @@ def wrap_get_compiled_call(original: Callable[..., Any]) -> Callable[..., Any]:
                 return compiled(*args, **kwargs)
             except BaseException as error:
                 # refusals and what the compiler raises come before anything is executed
-                is_early = isinstance(error, (ValueError, NotImplementedError, torch._dynamo.exc.TorchDynamoException))
-                cache.cursor.broken |= not is_early or cache.cursor.plan is not None or cache.cursor.forwards != before
+                if isinstance(error, (ValueError, NotImplementedError, torch._dynamo.exc.TorchDynamoException)):
+                    cache.note_broken_forward(before)
+                else:
+                    cache.cursor.broken = True
                 raise
             finally:
                 torch._dynamo.config.recompile_limit = limit

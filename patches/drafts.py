@@ -95,8 +95,8 @@ def check_drafter(model: Any, generation_config: Any) -> None:
             raise NotImplementedError(
                 f"use_mtp is not supported for {type(model).__name__} yet; it is for model types {list(HEADS)}"
             )
-        if mtp_layers(config) != 1:
-            found = mtp_layers(config)
+        found = mtp_layers(config)
+        if found != 1:
             raise ValueError(
                 f"use_mtp needs a model with one MTP layer ({', '.join(LAYER_NAMES[:-1])} or {LAYER_NAMES[-1]} in its "
                 f"configuration), {'this one names none' if found is None else f'got {found}'}"

@@ -13,7 +13,8 @@ from replay_transformers.patches.versions import cache_argument
 
 __all__ = ["guard", "refuse_training", "replay_cache_of", "switch"]
 
-_is_on = False  # copies of a model that was prepared for the patches outlive them
+# Copies of a model that was prepared for the patches outlive them. A bool of its own, since compiled steps guard on it.
+_is_on = False
 
 
 def switch(is_on: bool) -> None:

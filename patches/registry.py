@@ -219,7 +219,8 @@ def _prepare_model(patches: _Patches, model: Any) -> None:
     """
     with _lock:
         for module in model.modules():
-            patches.shown.update(placement.show_hook(module))
+            if "_hf_hook" in module.__dict__:
+                patches.shown.update(placement.show_hook(module))
             if type(module) not in patches.forwards:
                 continue
             original, patched = patches.forwards[type(module)]

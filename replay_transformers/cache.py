@@ -86,11 +86,11 @@ class ReplayCache(RowsOfCache, Cache):
                 before, attention = before + 1, []
             elif geometry.kind == "none":
                 layers.append(EmptyLayer())
-            elif self.max_cache_len is None:
-                attention.append(GrowingAttentionLayer(**place))
-                layers.append(attention[-1])
             else:
-                attention.append(FixedAttentionLayer(max_cache_len=self._slots(), **place))
+                if self.max_cache_len is None:
+                    attention.append(GrowingAttentionLayer(**place))
+                else:
+                    attention.append(FixedAttentionLayer(max_cache_len=self._slots(), **place))
                 layers.append(attention[-1])
         return layers
 
@@ -149,12 +149,8 @@ class ReplayCache(RowsOfCache, Cache):
         Args:
             forwards_before: ``cursor.forwards`` as the forward began.
         """
-        cursor = self.cursor
-        seen = 0 if cursor.base is None or cursor.fresh else int(cursor.lengths().max())
-        # what a ragged layer has written too much is behind its rows' tokens, and written over by the next forward
-        layers = [] if cursor.ragged else self.attention_layers
-        lengths = {int(layer.get_seq_length()) for layer in layers}
-        cursor.broken |= cursor.plan is not None or cursor.forwards != forwards_before or not lengths <= {seen}
+        self.cursor.broken |= self.cursor.plan is not None or self.cursor.forwards != forwards_before
+        self.cursor.note_apart(self.attention_layers)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_fits": (None, 0)}

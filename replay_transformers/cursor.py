@@ -1,6 +1,8 @@
 """The cursor: where each row of the batch stands in its rings. One per cache, shared by all layers of a forward."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -144,6 +146,16 @@ class Cursor:
         """Tokens seen by each row, int64 ``[B]``."""
         base, committed, pending = self.tensors()
         return base + committed + pending
+
+    def note_apart(self, attention_layers: Iterable[Any]) -> None:
+        """Take note if attention layers hold another number of tokens than the state-space layers: one broke off.
+
+        What a layer of a ragged cache has written too much is behind its rows' tokens, and the next forward writes over
+        it.
+        """
+        if not self.ragged:
+            seen = 0 if self.base is None or self.fresh else int(self.lengths().max())
+            self.broken |= any(int(layer.get_seq_length()) != seen for layer in attention_layers)
 
     def width(self, tokens: int) -> int:
         """Slots for keys and values that a ragged forward of ``tokens`` more tokens per row needs."""

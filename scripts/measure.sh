@@ -4,9 +4,9 @@
 #   bash scripts/measure.sh [PART...]
 #
 # Parts, in their order: kernels, precisions, generate, largest, speculation, text, divergence, tables (the plots in docs/
-# and the tables of the README); and gpus, for two GPUs or more, which runs only if it is named. MINUTES= ends each benchmark after so much time, REDO=1
-# measures anew what the files have, MAMBA_SSM= names the folder mamba_ssm of mamba-ssm's sources, PYTHON= an interpreter
-# that has the package.
+# and the tables of the README); and gpus, for two GPUs or more, which runs only if it is named. MINUTES= ends each
+# benchmark after so much time, REDO=1 measures anew what the files have, MAMBA_SSM= names the folder mamba_ssm of
+# mamba-ssm's sources, PYTHON= an interpreter that has the package.
 
 source "$(dirname "$0")/lib.sh"
 
@@ -22,6 +22,8 @@ bench() {
   say "scripts/$script $*"
   "$python" "scripts/$script" ${common[@]+"${common[@]}"} "$@"
 }
+
+bench_generate() { bench bench_generate.py ${stock[@]+"${stock[@]}"} "$@"; }
 
 kernels() {
   bench bench_kernels.py "${small[@]}" --batch 256 --batch 8 --batch 1 --checkpoint float32
@@ -39,24 +41,22 @@ precisions() {
 
 generate() {
   local form
-  bench bench_generate.py ${stock[@]+"${stock[@]}"} "${small[@]}" --shape 256x64 --shape 1x64 --profile
+  bench_generate "${small[@]}" --shape 256x64 --shape 1x64 --profile
   for form in bfloat16 fp8 nvfp4; do
-    bench bench_generate.py ${stock[@]+"${stock[@]}"} "${small[@]}" --shape 256x64 --readout "$form" --only replay_static@
+    bench_generate "${small[@]}" --shape 256x64 --readout "$form" --only replay_static@
   done
-  bench bench_generate.py ${stock[@]+"${stock[@]}"} "${small[@]}" --shape 8x64 --shape 32x64 --shape 8x4096 --shape 8x32768
+  bench_generate "${small[@]}" --shape 8x64 --shape 32x64 --shape 8x4096 --shape 8x32768
 }
 
 largest() {
   local form
   for form in float32 bfloat16 fp8 nvfp4; do
-    bench bench_generate.py ${stock[@]+"${stock[@]}"} "${small[@]}" --checkpoint "$form" \
-      --largest-batch replay_static_graphs
+    bench_generate "${small[@]}" --checkpoint "$form" --largest-batch replay_static_graphs
   done
   for form in bfloat16 fp8 nvfp4; do
-    bench bench_generate.py ${stock[@]+"${stock[@]}"} "${small[@]}" --readout "$form" \
-      --largest-batch replay_static_graphs
+    bench_generate "${small[@]}" --readout "$form" --largest-batch replay_static_graphs
   done
-  bench bench_generate.py ${stock[@]+"${stock[@]}"} "${small[@]}" --shape 512x64 --largest-batch dynamic
+  bench_generate "${small[@]}" --shape 512x64 --largest-batch dynamic
 }
 
 speculation() {
@@ -78,10 +78,10 @@ divergence() {
 gpus() {
   local two=(--preset nemotron-3-super-120b-a12b --gpus 2 --weights-gib 115) count
   local chosen=(--only /dynamic/ --only /replay_static_graphs/)  # inductor's graphs stop at a second GPU
-  bench bench_generate.py ${stock[@]+"${stock[@]}"} "${two[@]}" --shape 1x64 --shape 32x64 "${chosen[@]}"
+  bench_generate "${two[@]}" --shape 1x64 --shape 32x64 "${chosen[@]}"
   bench bench_speculative.py "${two[@]}" --backend cudagraphs --tokens 5 --batch 1 --batch 8
   for count in 1 2; do
-    bench bench_generate.py ${stock[@]+"${stock[@]}"} "${small[@]}" --gpus "$count" --shape 1x64 --shape 256x64 "${chosen[@]}"
+    bench_generate "${small[@]}" --gpus "$count" --shape 1x64 --shape 256x64 "${chosen[@]}"
     bench bench_speculative.py "${small[@]}" --gpus "$count" --backend cudagraphs --tokens 5 --batch 1 --batch 32
   done
 }
@@ -90,10 +90,10 @@ tables() {
   "$python" scripts/plot_results.py
 }
 
+usual=(kernels precisions generate largest speculation text divergence tables)
 parts=("$@")
-[[ $# -gt 0 ]] || parts=(kernels precisions generate largest speculation text divergence tables)
+[[ $# -gt 0 ]] || parts=("${usual[@]}")
 for part in "${parts[@]}"; do
-  [[ $(type -t "$part") == function && " kernels precisions generate largest speculation text divergence gpus tables " == *" $part "* ]] ||
-    die "there is no part $part; see --help"
+  [[ " ${usual[*]} gpus " == *" $part "* ]] || die "there is no part $part; see --help"
 done
 for part in "${parts[@]}"; do "$part"; done

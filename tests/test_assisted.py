@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from packaging.version import Version
 
 import replay_transformers as rt
 from tests.support.cached import EPSILON
@@ -23,13 +22,13 @@ from tests.support.models import (
     greedy_without_cache,
     prompt,
 )
+from tests.support.mtp import HAS_MTP
 from tests.support.speculation import assert_as_if_fed, never_right, never_unsure, perturbed, speculate
 
 pytestmark = pytest.mark.usefixtures("enabled")
 
 STEPS = 48
 WINDOWS = [1, 3, 16]
-HAS_MTP = Version(transformers.__version__) >= Version("5.23.0")
 EVERY_CACHE = pytest.mark.parametrize("implementation", ["replay", "replay_static"])
 EVERY_WINDOW = pytest.mark.parametrize("window", WINDOWS)
 ONE_WINDOW = pytest.mark.parametrize("window", [3, *(pytest.param(w, marks=pytest.mark.slow) for w in (1, 16))])

@@ -22,7 +22,6 @@ from scripts.benchmarks.largest_batch import (
     UNFINISHED,
     LargestBatch,
     Tried,
-    largest_of,
     next_batch,
     predicted,
     search,
@@ -71,21 +70,34 @@ def test_steps_double_and_are_bisected() -> None:
             assert limit // 8 * 8 - max(fits, default=0) <= max(fits, default=0) // 32
 
 
-def test_the_first_guess_is_what_should_fit() -> None:
-    assert largest_of(lambda rows: 1000 + 10 * rows, 51_000) == 4896  # 98% of 5,000, in eights
-    assert largest_of(lambda rows: 1000 + 10 * rows, 1100) == 8
+@pytest.fixture
+def _half_a_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if models were on a GPU with that much memory free."""
+    monkeypatch.setattr(largest_batch, "devices_of", lambda _: [torch.device("cuda")])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**28, 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 2**28)
+
+
+def test_there_is_no_first_guess_on_a_cpu() -> None:
     model, _ = build_model(MODEL, "cpu", weight_bytes=2**30, dtype=torch.float32)
     assert predicted(model, cell_of(), Settings()) is None
 
 
+@pytest.mark.usefixtures("_half_a_gib")
+def test_the_first_guess_is_what_should_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = build_model(MODEL, "cpu", weight_bytes=2**30, dtype=torch.float32)
+    monkeypatch.setattr(largest_batch, "largest_batch", lambda *_: 5000)
+    assert predicted(model, cell_of(), Settings()) == 4896  # 98% of 5,000, in eights
+    monkeypatch.setattr(largest_batch, "largest_batch", lambda *_: 10)
+    assert predicted(model, cell_of(), Settings()) == 8
+
+
+@pytest.mark.usefixtures("_half_a_gib")
 @pytest.mark.parametrize("name", TINY)
 @pytest.mark.parametrize("configuration", ["replay", "static"])
-def test_the_first_guess_on_a_gpu(name: str, configuration: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_guess_on_a_gpu(name: str, configuration: str) -> None:
     """As `check` would have it."""
     model, _ = build_model(PRESETS[name], "cpu", weight_bytes=2**30, dtype=torch.float32)
-    monkeypatch.setattr(largest_batch, "devices_of", lambda _: [torch.device("cuda")])
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**28, 2**30))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 2**28)
     cell = LargestBatch(PRESETS[name], configuration, 16, 5, Setting("float32", "fp8"))
     guess = predicted(model, cell, Settings())
     if configuration == "static":

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from accelerate.utils import set_module_tensor_to_device
-from packaging.version import Version
 
 import replay_transformers as rt
 from replay_transformers.generation.row_cache import RowCache
@@ -178,9 +176,7 @@ def _moved(model: Any, split: list[int], max_cache_len: int | None) -> dict[str,
     return counted
 
 
-@pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.23.0"), reason="transformers before 5.23 has no use_mtp"
-)
+@mtp.NEEDS_MTP
 @pytest.mark.parametrize("split", ["inside a run", "first elsewhere"])
 @pytest.mark.parametrize("implementation", ["replay", "replay_static"])
 def test_multi_token_prediction(split: str, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ import torch
 import transformers
 from accelerate.hooks import ModelHook, add_hook_to_module
 from accelerate.utils import send_to_device
-from packaging.version import Version
 from torch import nn
 
 import replay_transformers as rt
@@ -99,9 +98,7 @@ def test_every_kind_of_call(family: str, implementation: str, enabled: None, tmp
         assert torch.equal(generated(model, name, rows, assistant, **settings), truth), name
 
 
-@pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.23.0"), reason="transformers before 5.23 has no use_mtp"
-)
+@mtp.NEEDS_MTP
 @pytest.mark.parametrize("how", ["cpu", "last"])
 @pytest.mark.parametrize("family", list(mtp.MODELS))
 def test_multi_token_prediction(family: str, how: str, enabled: None, tmp_path: Path) -> None:

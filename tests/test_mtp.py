@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from packaging.version import Version
 
 import replay_transformers as rt
 from replay_transformers.generation.draft_length import DraftLength
@@ -17,13 +16,11 @@ from replay_transformers.generation.drafters.mtp import MultiTokenPrediction
 from tests.support import models
 from tests.support.batches import Rounds, observed
 from tests.support.generation import CACHE_ARGUMENT, returned_cache
-from tests.support.mtp import MODELS, STEPS, fed, grown, inputs, last_states, truth
+from tests.support.mtp import MODELS, NEEDS_MTP, STEPS, fed, grown, inputs, last_states, truth
 
 pytestmark = [
     pytest.mark.usefixtures("enabled"),
-    pytest.mark.skipif(
-        Version(transformers.__version__) < Version("5.23.0"), reason="transformers before 5.23 has no use_mtp"
-    ),
+    NEEDS_MTP,
 ]
 
 EVERY_FAMILY = pytest.mark.parametrize("family", list(MODELS))

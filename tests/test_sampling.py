@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 
 from tests.support.batches import observed
 from tests.support.models import build_nemotron_h, build_qwen3_5, full_logits
-from tests.support.mtp import random_nemotron_h_head, random_qwen3_5_head, released, with_head
+from tests.support.mtp import HAS_MTP, random_nemotron_h_head, random_qwen3_5_head, released, with_head
 from tests.support.speculation import never_unsure, perturbed
 
 pytestmark = pytest.mark.usefixtures("enabled")
@@ -25,7 +23,6 @@ BUILDERS = {
     "nemotron_h": lambda: build_nemotron_h("M*-M", **NO_IDS),
 }
 SLOW = pytest.mark.slow
-HAS_MTP = Version(transformers.__version__) >= Version("5.23.0")
 
 
 def joint(model: Any, ids: torch.Tensor, vocabulary: int) -> torch.Tensor:

@@ -79,10 +79,7 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
         self.cursor.recording = True
 
     def _unpatched(self, *args: Any, **kwargs: Any) -> Any:
-        cursor = self.cursor
-        if not cursor.ragged:
-            seen = 0 if cursor.base is None or cursor.fresh else int(cursor.lengths().max())
-            cursor.broken |= any(int(layer.get_seq_length()) != seen for layer in self.attention_before)
+        self.cursor.note_apart(self.attention_before)
         raise ValueError(
             "a replay cache reached a state-space layer whose forward is not patched: call "
             "replay_transformers.enable() before the model runs (and before it is loaded with a device_map, or call "

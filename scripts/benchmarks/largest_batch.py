@@ -4,6 +4,7 @@ Looked for around a first guess, in steps that double until one batch fits and a
 every try compiles. For a replay cache the guess is what `replay-transformers check` predicts.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +12,15 @@ from typing import Any
 import torch
 
 from replay_transformers import ReplayConfig
-from replay_transformers.cli.check_memory import Load, meta_cache, predict_peak, uses_library
+from replay_transformers.cli.check_memory import (
+    Load,
+    layer_footprints,
+    meta_cache,
+    predict_peak,
+    uses_library,
+    weight_bytes,
+)
+from replay_transformers.cli.check_places import Place, Places, largest_batch
 
 from .generate_cells import (
     STOCK,
@@ -82,18 +91,19 @@ def predicted(model: Any, cell: LargestBatch, settings: Settings) -> int | None:
         return None
     config, length = ReplayConfig(**cell.cache_settings), cell.prompt + settings.long
     load = Load(config, length, cell.prompt, model.dtype)
-    load = replace(load, library=uses_library(meta_cache(model.config, load), model.dtype))
-    on_meta = cell.preset.build("meta", model.dtype, len(model.base_model.layers)).eval()
+    cache = meta_cache(model.config, load)
+    load = replace(load, library=uses_library(cache, model.dtype))
+    layers = len(model.base_model.layers)
+    on_meta = cell.preset.build("meta", model.dtype, layers).eval()
     clean_up(model)
     memory = torch.cuda.mem_get_info(devices[0])[0] + torch.cuda.memory_reserved(devices[0])
-    return largest_of(lambda rows: predict_peak(on_meta, load, rows).total, memory)
-
-
-def largest_of(peak: Callable[[int], int], memory: int) -> int:
-    """The batch whose peak is this much memory, a little less: peaks grow by a constant amount per row."""
-    few, many = 64, 128
-    per_row = (peak(many) - peak(few)) / (many - few)
-    return rounded(int(CAREFUL * (few + (memory - peak(few)) / per_row)))
+    name = str(devices[0])
+    place = Place(name, memory, weight_bytes(on_meta), list(range(layers)))
+    places = Places({name: place}, [name] * layers, {"": name})
+    peak = functools.cache(functools.partial(predict_peak, on_meta, load))
+    found = largest_batch(places, layer_footprints(cache), peak)
+    assert found is not None, "the memory is known"
+    return rounded(int(CAREFUL * found))
 
 
 def search(

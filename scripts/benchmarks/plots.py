@@ -18,15 +18,8 @@ from .tables import Cells, model_title, speed_up
 
 plt.rcParams.update({"font.size": 10, "svg.hashsalt": "replay", "axes.spines.top": False, "axes.spines.right": False})
 
-COLOURS = (
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#cc79a7",
-    "#56b4e9",
-    "#e69f00",
-    "#000000",
-)  # told apart by the colour-blind
+# told apart by the colour-blind
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
 MARKERS = "osD^vPX"
 STYLES = {"t1/float32": "-", "t1/bfloat16": "--"}
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from packaging.version import Version
 from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
@@ -154,7 +153,7 @@ def test_precisions_on_several_gpus(family: str, precision: dict[str, str]) -> N
 
 
 @SEVERAL
-@pytest.mark.skipif(Version(transformers.__version__) < Version("5.23.0"), reason="no use_mtp before 5.23")
+@mtp.NEEDS_MTP
 @pytest.mark.parametrize("family", list(mtp.MODELS))
 def test_multi_token_prediction(family: str) -> None:
     """The head is where the last layer is, behind the embeddings of another GPU."""

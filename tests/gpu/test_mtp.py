@@ -2,19 +2,15 @@
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 
 from tests.support.batches import observed
 from tests.support.models import greedy_without_cache
-from tests.support.mtp import MODELS, STEPS, inputs
+from tests.support.mtp import MODELS, NEEDS_MTP, STEPS, inputs
 
 pytestmark = [
     pytest.mark.usefixtures("enabled"),
     pytest.mark.no_poison,
-    pytest.mark.skipif(
-        Version(transformers.__version__) < Version("5.23.0"), reason="transformers before 5.23 has no use_mtp"
-    ),
+    NEEDS_MTP,
 ]
 
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from packaging.version import Version
 
 import replay_transformers as rt
 from tests.support.devices import devices
 from tests.support.dispatch import spread
 from tests.support.generation import CACHE_ARGUMENT
 from tests.support.models import FAMILIES, prompt
+from tests.support.mtp import HAS_MTP
 from tests.support.snapshots import Snapshot
 from tests.support.speculation import never_unsure, perturbed
 from tests.test_assisted import HAS_DFLASH, dflash_assistant, early_exiting, sample, tiny, tiny_llama
@@ -217,7 +217,7 @@ def test_an_early_exit_that_raises_leaves_the_model_whole(monkeypatch: pytest.Mo
 @pytest.mark.usefixtures("enabled")
 def test_multi_token_prediction_that_does_not_work() -> None:
     arguments = {"prompt_lookup_num_tokens": None, "use_mtp": True} | REPLAY
-    if Version(transformers.__version__) < Version("5.23.0"):
+    if not HAS_MTP:
         with pytest.raises(NotImplementedError, match=r"use_mtp needs transformers 5\.23"):
             generate(tiny("qwen3_5"), **arguments)
         return

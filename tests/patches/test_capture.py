@@ -1,6 +1,5 @@
 """CUDA graphs without inductor, with a stand-in for the graph: what is captured, copied, replayed, and not advanced."""
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,47 +9,11 @@ from transformers import CompileConfig
 
 import replay_transformers as rt
 from replay_transformers.patches import capture
+from tests.support.captures import Recorder
 from tests.support.generation import CACHE_ARGUMENT
 from tests.support.models import FAMILIES, greedy_without_cache, prompt
 
 pytestmark = [pytest.mark.usefixtures("enabled"), pytest.mark.no_poison]
-
-
-class Recorder:
-    """Stands in for `capture.record` on a CPU: recording changes nothing, replaying fills the same outputs again."""
-
-    def __init__(self) -> None:
-        self.recorded = self.replayed = 0
-
-    def __call__(self, function: Any, inputs: Sequence[torch.Tensor]) -> tuple[Sequence[Any], Callable[[], None]]:
-        self.recorded += 1
-        held = list({id(tensor): tensor for tensor in [*inputs, *_constants(function)]}.values())
-        before = [tensor.clone() for tensor in held]
-        with torch.no_grad():
-            outputs = function(*inputs)
-            for tensor, values in zip(held, before, strict=True):
-                tensor.copy_(values)
-
-        def replay() -> None:
-            self.replayed += 1
-            with torch.no_grad():
-                for output, value in zip(outputs, function(*inputs), strict=True):
-                    output.copy_(value)
-
-        return outputs, replay
-
-
-def _constants(function: Any) -> list[torch.Tensor]:
-    """Tensors that dynamo put into the graph instead of passing them as inputs."""
-    return [value for value in vars(function).get("_buffers", {}).values() if value is not None]
-
-
-@pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Any:
-    stand_in = Recorder()
-    monkeypatch.setattr(capture, "record", stand_in)
-    monkeypatch.setattr(capture, "is_capturable", lambda inputs: all(map(torch.is_tensor, inputs)))
-    return stand_in
 
 
 def _arguments(steps: int = 20, **more: Any) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from packaging.version import Version
 from safetensors.torch import load_file, save_file
 
 import replay_transformers as rt
@@ -21,6 +20,7 @@ from tests.support import models
 from tests.support.batches import observed
 from tests.support.mtp import (
     MODELS,
+    NEEDS_MTP,
     random_nemotron_h_head,
     released,
     sample_qwen3_5,
@@ -29,9 +29,7 @@ from tests.support.mtp import (
 
 pytestmark = [
     pytest.mark.usefixtures("enabled"),
-    pytest.mark.skipif(
-        Version(transformers.__version__) < Version("5.23.0"), reason="transformers before 5.23 has no use_mtp"
-    ),
+    NEEDS_MTP,
 ]
 
 EVERY_FAMILY = pytest.mark.parametrize("family", list(MODELS))

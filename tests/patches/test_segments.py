@@ -18,7 +18,7 @@ from transformers import CompileConfig
 import replay_transformers as rt
 from replay_transformers.patches import capture, segments
 from replay_transformers.patches.placement import parts_of
-from tests.patches.test_capture import Recorder
+from tests.support.captures import Recorder
 from tests.support.dispatch import MODELS, device_map, dispatched, gathered
 from tests.support.generation import CACHE_ARGUMENT
 from tests.support.models import build_nemotron_h, greedy_without_cache, prompt
@@ -26,15 +26,6 @@ from tests.support.models import build_nemotron_h, greedy_without_cache, prompt
 pytestmark = [pytest.mark.usefixtures("enabled"), pytest.mark.no_poison]
 
 FIRST, SECOND = torch.device("cuda:0"), torch.device("cuda:1")
-
-
-@pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    """Everything is captured that runs on one device."""
-    stand_in = Recorder()
-    monkeypatch.setattr(capture, "record", stand_in)
-    monkeypatch.setattr(capture, "is_capturable", lambda inputs: all(map(torch.is_tensor, inputs)))
-    return stand_in
 
 
 @pytest.fixture

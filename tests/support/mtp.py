@@ -7,8 +7,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
+from packaging.version import Version
 from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
 
@@ -17,6 +19,8 @@ from replay_transformers.generation.drafters.mtp import MultiTokenPrediction
 from replay_transformers.generation.rows import Rows
 from tests.support import models
 
+HAS_MTP = Version(transformers.__version__) >= Version("5.23.0")
+NEEDS_MTP = pytest.mark.skipif(not HAS_MTP, reason="transformers before 5.23 has no use_mtp")
 STEPS = 24
 PADS = [0, 3, 6, 1, 0]
 
