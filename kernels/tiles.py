@@ -4,14 +4,20 @@ import triton
 import triton.language as tl
 
 __all__ = [
+    "INTERPRETED",
     "MIN_RECORDS",
     "RECORDS",
     "cut_product",
     "exact_product",
+    "largest_bits",
+    "load_vectors",
+    "magnitude_bits",
     "piece_of_due",
     "rank_of_due",
     "record_slot",
     "saturated",
+    "store_tiles",
+    "times_vectors",
 ]
 
 
@@ -49,6 +55,39 @@ def saturated(values, dtype: tl.constexpr):
     return values.to(dtype)
 
 
+@triton.jit
+def magnitude_bits(values):
+    """The bits of absolute values: ordered like them, NaN above infinity above all others."""
+    return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def largest_bits(values):
+    """Of all values ``[channels, states]``."""
+    return tl.max(tl.max(magnitude_bits(values), 1), 0)
+
+
+@triton.jit
+def store_tiles(
+    STORE: tl.constexpr, values, scales, head_scales, row_head, first, states, key, position,
+    WIDTH: tl.constexpr, STATES: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Write the states of channels from ``first`` on, tile after tile, by a format's ``store``; what it returns."""
+    block: tl.constexpr = states[0].shape[0]
+    largest = largest_bits(states[0])
+    for tile in tl.static_range(1, len(states)):
+        largest = tl.maximum(largest, largest_bits(states[tile]))
+    stored = ()
+    for tile in tl.static_range(len(states)):
+        c = first + tile * block + tl.arange(0, block)
+        written = STORE(
+            values, scales, head_scales, row_head, c, c < WIDTH, states[tile], largest, key, position,
+            WIDTH, STATES, BLOCK_N, TRANSPOSED,
+        )  # fmt: skip
+        stored += (written,)  # type: ignore[assignment]
+    return stored
+
+
 # the interpreter keeps bfloat16 values as their bits and would multiply those
 INTERPRETED = tl.constexpr(not isinstance(record_slot, triton.JITFunction))
 
@@ -73,18 +112,49 @@ def _narrow_product(a, b, added):
 def exact_product(a, b, added):
     """``added + a @ b``, products exact, sums in float32.
 
-    Matrix units multiply bfloat16 or float16 exactly; float32 beside bfloat16 is split into three of them.
+    Matrix units multiply bfloat16 or float16 exactly; another type beside bfloat16 is split into three of them.
     """
-    if a.dtype == tl.float32:
-        if b.dtype == tl.bfloat16:
-            high, middle, low = _split(a)
-            return _narrow_product(high, b, _narrow_product(middle, b, _narrow_product(low, b, added)))
-    elif a.dtype == b.dtype:
+    if a.dtype == b.dtype and a.dtype != tl.float32:
         return _narrow_product(a, b, added)
-    elif a.dtype == tl.bfloat16 and b.dtype == tl.float32:
-        high, middle, low = _split(b)
+    elif b.dtype == tl.bfloat16:
+        high, middle, low = _split(a.to(tl.float32))
+        return _narrow_product(high, b, _narrow_product(middle, b, _narrow_product(low, b, added)))
+    elif a.dtype == tl.bfloat16:
+        high, middle, low = _split(b.to(tl.float32))
         return _narrow_product(a, high, _narrow_product(a, middle, _narrow_product(a, low, added)))
     return tl.dot(a.to(tl.float32), b.to(tl.float32), added, input_precision="ieee")
+
+
+@triton.jit
+def load_vectors(
+    place, token_stride, state_stride, begin,
+    STATES: tl.constexpr, COUNT: tl.constexpr, EVERY: tl.constexpr, TOKENS: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """A vector per token: COUNT of its elements, from ``begin`` on, EVERY apart, ``[COUNT, BLOCK_T]``."""
+    n, token = begin + EVERY * tl.arange(0, COUNT), tl.arange(0, BLOCK_T)
+    ok = (n < STATES)[:, None] & (token < TOKENS)[None, :]
+    return tl.load(place + (n[:, None] * state_stride + token[None, :] * token_stride), mask=ok, other=0.0)
+
+
+@triton.jit
+def times_vectors(
+    states, place, token_stride, state_stride,
+    STATES: tl.constexpr, TOKENS: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """States of channels ``[channels, n]`` times a vector per token, ``[channels, BLOCK_T]``, in float32.
+
+    By matrix units where both have the same 16 bits, products being exact there.
+    """
+    count: tl.constexpr = states.shape[1]
+    if states.dtype == place.dtype.element_ty and states.dtype.primitive_bitwidth == 16:
+        vectors = load_vectors(place, token_stride, state_stride, 0, STATES, count, 1, TOKENS, BLOCK_T)
+        return exact_product(states, vectors, tl.zeros([states.shape[0], BLOCK_T], tl.float32))
+    n, token = tl.arange(0, count), tl.arange(0, BLOCK_T)
+    wide, result = states.to(tl.float32), tl.zeros([states.shape[0], BLOCK_T], tl.float32)
+    for t in tl.static_range(TOKENS):
+        vector = tl.load(place + t * token_stride + n * state_stride, mask=n < STATES, other=0.0).to(tl.float32)
+        result = tl.where((token == t)[None, :], tl.sum(wide * vector[None, :], 1)[:, None], result)
+    return result
 
 
 @triton.jit

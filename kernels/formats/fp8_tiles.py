@@ -6,19 +6,44 @@ import triton.language as tl
 
 from replay_transformers.kernels.formats import fp8
 from replay_transformers.kernels.formats.rounding_tiles import round_stochastically, state_bits
+from replay_transformers.kernels.tiles import INTERPRETED, exact_product, load_vectors, magnitude_bits
 
-__all__ = ["dot", "e4m3_code", "e4m3_value", "load", "magnitude_bits", "opened", "power_scale", "store", "store_sr"]
+__all__ = [
+    "PTX",
+    "e4m3_code",
+    "e4m3_value",
+    "load",
+    "opened",
+    "power_scale",
+    "products",
+    "store",
+    "store_sr",
+]
 
 CARRY, EXPONENT, LEAST = tl.constexpr(fp8.CARRY), tl.constexpr(fp8.EXPONENT), tl.constexpr(fp8.LEAST)
 MANTISSA, SMALLEST = tl.constexpr(fp8.MANTISSA), tl.constexpr(fp8.SMALLEST)
 # whether the GPU converts e4m3 by itself
 NATIVE = tl.constexpr(torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9))
-
-
-@triton.jit
-def magnitude_bits(values):
-    """The bits of absolute values: ordered like them, NaN above infinity above all others."""
-    return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+# whether kernels may have instructions of NVIDIA's GPUs in them
+PTX = tl.constexpr(not INTERPRETED and torch.version.hip is None)
+# four bytes of e4m3 to four bfloat16: the bits of a byte fit as they are, at an exponent that is 120 too small
+FOUR = tl.constexpr("""{
+.reg .b32 low, high, sign, factor, zero;
+mov.b32 factor, 0x7b807b80;
+mov.b32 zero, 0x80008000;
+prmt.b32 low, $2, 0, 0x1404;
+prmt.b32 high, $2, 0, 0x3424;
+and.b32 sign, low, 0x80008000;
+shr.b32 low, low, 4;
+and.b32 low, low, 0x07f007f0;
+or.b32 low, low, sign;
+and.b32 sign, high, 0x80008000;
+shr.b32 high, high, 4;
+and.b32 high, high, 0x07f007f0;
+or.b32 high, high, sign;
+fma.rn.bf16x2 $0, low, factor, zero;
+fma.rn.bf16x2 $1, high, factor, zero;
+}""")
 
 
 @triton.jit
@@ -33,14 +58,17 @@ def power_scale(largest, CARRY: tl.constexpr, EXPONENT: tl.constexpr):
 
 @triton.jit
 def e4m3_code(values):
-    """e4m3 of float32 values of at most 448, to nearest even, as int32."""
+    """e4m3 of float32 values of at most 448, to nearest even, as uint8."""
+    if NATIVE:
+        return values.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     bits = values.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
     # below the smallest normal number, multiples of 2^-9: rounded by the adder
     raised = tl.abs(values) * 512.0 + 8388608.0
     small = raised.to(tl.int32, bitcast=True) & 15
-    return tl.where(tl.abs(values) < SMALLEST, small, normal) | ((bits >> 24) & 128)
+    code = tl.where(tl.abs(values) < SMALLEST, small, normal) | ((bits >> 24) & 128)
+    return code.to(tl.uint8)
 
 
 @triton.jit
@@ -55,63 +83,54 @@ def e4m3_value(code):
 
 @triton.jit
 def load(
-    values, scales, head_scales, row_head, c, ok, begin,
-    WIDTH: tl.constexpr, STATES: tl.constexpr, PART: tl.constexpr, TRANSPOSED: tl.constexpr,
+    values, scales, head_scales, row_head, c, ok,
+    WIDTH: tl.constexpr, STATES: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """PART states of the channels, from ``begin`` on."""
-    n = begin + tl.arange(0, PART)
-    place = values + row_head * (WIDTH * STATES) + (c[:, None] * STATES + n[None, :])
-    code = tl.load(place, mask=ok[:, None] & (n < STATES)[None, :], other=0)
-    scale = tl.load(scales + row_head * WIDTH + c, mask=ok, other=0.0).to(tl.float32)
-    return e4m3_value(code) * scale[:, None]
+    """All states of the channels."""
+    code, scale = opened(values, scales, head_scales, row_head, c, ok, WIDTH, STATES, BLOCK_N)
+    return e4m3_value(code) * scale.to(tl.float32)[:, None]
 
 
 @triton.jit
 def _store(
-    values, scales, row_head, c, ok, parts, key, position,
-    WIDTH: tl.constexpr, STATES: tl.constexpr, PART: tl.constexpr, IS_STOCHASTIC: tl.constexpr,
+    values, scales, row_head, c, ok, wide, key, position,
+    WIDTH: tl.constexpr, STATES: tl.constexpr, BLOCK_N: tl.constexpr, IS_STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    largest = tl.max(magnitude_bits(parts[0]), 1)
-    for index in tl.static_range(1, len(parts)):
-        largest = tl.maximum(largest, tl.max(magnitude_bits(parts[index]), 1))
-    scale, inverse = power_scale(largest, CARRY, EXPONENT)
+    n = tl.arange(0, BLOCK_N)
+    scale, inverse = power_scale(tl.max(magnitude_bits(wide), 1), CARRY, EXPONENT)
     tl.store(scales + row_head * WIDTH + c, scale.to(tl.bfloat16), mask=ok)
-    stored = ()
-    for index in tl.static_range(len(parts)):
-        n = index * PART + tl.arange(0, PART)
-        scaled = tl.where((inverse == 0.0)[:, None], 0.0, parts[index] * inverse[:, None])
-        if IS_STOCHASTIC:
-            bits = state_bits(row_head, c, n, position, key, STATES)
-            scaled = round_stochastically(scaled, bits, MANTISSA, SMALLEST)
-        code = e4m3_code(scaled).to(tl.uint8)
-        place = values + row_head * (WIDTH * STATES) + (c[:, None] * STATES + n[None, :])
-        tl.store(place, code, mask=ok[:, None] & (n < STATES)[None, :])
-        stored += (e4m3_value(code) * scale[:, None],)  # type: ignore[assignment]
-    return stored
+    scaled = tl.where((inverse == 0.0)[:, None], 0.0, wide * inverse[:, None])
+    if IS_STOCHASTIC:
+        bits = state_bits(row_head, c, n, position, key, STATES)
+        scaled = round_stochastically(scaled, bits, MANTISSA, SMALLEST)
+    code = e4m3_code(scaled)
+    place = values + row_head * (WIDTH * STATES) + (c[:, None] * STATES + n[None, :])
+    tl.store(place, code, mask=ok[:, None] & (n < STATES)[None, :])
+    return e4m3_value(code) * scale[:, None]
 
 
 @triton.jit
 def store(
-    values, scales, head_scales, row_head, c, ok, parts, key, position,
-    WIDTH: tl.constexpr, STATES: tl.constexpr, PART: tl.constexpr, TRANSPOSED: tl.constexpr,
+    values, scales, head_scales, row_head, c, ok, wide, largest, key, position,
+    WIDTH: tl.constexpr, STATES: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Write all states of the channels, given in parts; the same as they are read back."""
-    return _store(values, scales, row_head, c, ok, parts, key, position, WIDTH, STATES, PART, False)
+    """Write all states of the channels; the same as they are read back."""
+    return _store(values, scales, row_head, c, ok, wide, key, position, WIDTH, STATES, BLOCK_N, False)
 
 
 @triton.jit
 def store_sr(
-    values, scales, head_scales, row_head, c, ok, parts, key, position,
-    WIDTH: tl.constexpr, STATES: tl.constexpr, PART: tl.constexpr, TRANSPOSED: tl.constexpr,
+    values, scales, head_scales, row_head, c, ok, wide, largest, key, position,
+    WIDTH: tl.constexpr, STATES: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """The same with stochastic rounding."""
-    return _store(values, scales, row_head, c, ok, parts, key, position, WIDTH, STATES, PART, True)
+    return _store(values, scales, row_head, c, ok, wide, key, position, WIDTH, STATES, BLOCK_N, True)
 
 
 @triton.jit
 def opened(
     values, scales, head_scales, row_head, c, ok,
-    WIDTH: tl.constexpr, STATES: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr,
+    WIDTH: tl.constexpr, STATES: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """All states of the channels, and the channels' scales."""
     n = tl.arange(0, BLOCK_N)
@@ -121,8 +140,19 @@ def opened(
 
 
 @triton.jit
-def dot(tile, vector, stride, STATES: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The states of each channel times a vector: ``[channels]``."""
-    n = tl.arange(0, BLOCK_N)
-    other = tl.load(vector + n * stride, mask=n < STATES, other=0.0).to(tl.float32)
-    return tl.sum(e4m3_value(tile[0]) * other[None, :], 1) * tile[1].to(tl.float32)
+def _narrow(code):
+    """bfloat16 of e4m3, given as uint8: exact."""
+    if PTX:
+        return tl.inline_asm_elementwise(FOUR, "=&r,=&r,r", [code], dtype=tl.bfloat16, is_pure=True, pack=4)
+    return e4m3_value(code).to(tl.bfloat16)
+
+
+@triton.jit
+def products(
+    tile, vectors, token_stride, state_stride,
+    STATES: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """The states of each channel times a vector per token, on matrix units."""
+    vectors = load_vectors(vectors, token_stride, state_stride, 0, STATES, BLOCK_N, 1, TOKENS, BLOCK_T)
+    result = exact_product(_narrow(tile[0]), vectors, tl.zeros([tile[0].shape[0], BLOCK_T], tl.float32))
+    return result * tile[1].to(tl.float32)[:, None]

@@ -1,17 +1,48 @@
-"""Triton: states in NVFP4, see `plain_tiles` for what the functions take. `store` needs all channels of a head."""
+"""Triton: states in NVFP4, see `plain_tiles` for what the functions take."""
 
 import triton
 import triton.language as tl
 
 from replay_transformers.kernels.formats import nvfp4
-from replay_transformers.kernels.formats.fp8_tiles import e4m3_code, e4m3_value, magnitude_bits, power_scale
+from replay_transformers.kernels.formats.fp8_tiles import PTX, e4m3_code, e4m3_value, power_scale
+from replay_transformers.kernels.tiles import exact_product, load_vectors
 
-__all__ = ["dot", "load", "opened", "store"]
+__all__ = ["load", "opened", "products", "store"]
 
 BLOCK, HALF = tl.constexpr(nvfp4.BLOCK), tl.constexpr(nvfp4.BLOCK // 2)
 CARRY, EXPONENT, SIXTH = tl.constexpr(nvfp4.CARRY), tl.constexpr(nvfp4.EXPONENT), tl.constexpr(nvfp4.SIXTH)
-SIGNS = tl.constexpr(-0x7FFF8000)  # the highest bits of both halves of a word
 HALF_SCALE = tl.constexpr(2.0**14)  # of e2m1, from its bits in the place of float16's
+# of e2m1, from its bits in the place of bfloat16's, in two factors: one that a block's scale still fits beside
+NARROW_SCALE, REST_SCALE = tl.constexpr(2.0**118), tl.constexpr(2.0**8)
+# four bytes and the scales of their blocks to the four lower and the four upper numbers, bfloat16, times the scales
+EIGHT = tl.constexpr("""{
+.reg .b32 low, high, sign, zero;
+mov.b32 zero, 0x80008000;
+prmt.b32 low, $4, 0, 0x1404;
+prmt.b32 high, $4, 0, 0x3424;
+shl.b32 sign, low, 4;
+and.b32 sign, sign, 0x80008000;
+shr.b32 $0, low, 2;
+and.b32 $0, $0, 0x01c001c0;
+or.b32 $0, $0, sign;
+fma.rn.bf16x2 $0, $0, $5, zero;
+and.b32 sign, low, 0x80008000;
+shr.b32 low, low, 6;
+and.b32 low, low, 0x01c001c0;
+or.b32 low, low, sign;
+fma.rn.bf16x2 $2, low, $5, zero;
+shl.b32 sign, high, 4;
+and.b32 sign, sign, 0x80008000;
+shr.b32 $1, high, 2;
+and.b32 $1, $1, 0x01c001c0;
+or.b32 $1, $1, sign;
+fma.rn.bf16x2 $1, $1, $6, zero;
+and.b32 sign, high, 0x80008000;
+shr.b32 high, high, 6;
+and.b32 high, high, 0x01c001c0;
+or.b32 high, high, sign;
+fma.rn.bf16x2 $3, high, $6, zero;
+}""")
 
 
 @triton.jit
@@ -34,104 +65,81 @@ def _code(magnitude, unit):
 
 @triton.jit
 def load(
-    values, scales, head_scales, row_head, c, ok, begin,
-    WIDTH: tl.constexpr, STATES: tl.constexpr, PART: tl.constexpr, TRANSPOSED: tl.constexpr,
+    values, scales, head_scales, row_head, c, ok,
+    WIDTH: tl.constexpr, STATES: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """PART states of the channels, from ``begin`` on."""
-    blocks: tl.constexpr = (STATES + BLOCK - 1) // BLOCK
-    block, i = tl.arange(0, PART // BLOCK) + begin // BLOCK, tl.arange(0, HALF)
-    here = ok[:, None] & (block < blocks)[None, :]
-    place = row_head * (WIDTH * blocks) + (c[:, None] * blocks + block[None, :])
-    packed = tl.load(values + (place * HALF)[:, :, None] + i[None, None, :], mask=here[:, :, None], other=0)
-    scale = e4m3_value(tl.load(scales + place, mask=here, other=0)) * HALF_SCALE
-    head_scale = tl.load(head_scales + (row_head + 0 * c), mask=ok, other=0.0)
-    unit = (scale * head_scale[:, None])[:, :, None]
-    both = tl.join(_number(packed & 15) * unit, _number(packed >> 4) * unit)
-    return tl.reshape(both, [c.shape[0], PART])
+    """All states of the channels."""
+    packed, scale, head_scale = opened(values, scales, head_scales, row_head, c, ok, WIDTH, STATES, BLOCK_N)
+    both = tl.join(_number(packed & 15), _number(packed >> 4))
+    blocks = tl.reshape(both, [c.shape[0], BLOCK_N // BLOCK, BLOCK])
+    unit = e4m3_value(scale) * HALF_SCALE * head_scale[:, None]
+    return tl.reshape(blocks * unit[:, :, None], [c.shape[0], BLOCK_N])
 
 
 @triton.jit
 def store(
-    values, scales, head_scales, row_head, c, ok, parts, key, position,
-    WIDTH: tl.constexpr, STATES: tl.constexpr, PART: tl.constexpr, TRANSPOSED: tl.constexpr,
+    values, scales, head_scales, row_head, c, ok, wide, largest, key, position,
+    WIDTH: tl.constexpr, STATES: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Write all states of the channels, given in parts; the same as they are read back."""
+    """Write all states of the channels; the same as they are read back."""
     blocks: tl.constexpr = (STATES + BLOCK - 1) // BLOCK
-    largest = tl.max(tl.max(magnitude_bits(parts[0]), 1), 0)
-    for index in tl.static_range(1, len(parts)):
-        largest = tl.maximum(largest, tl.max(tl.max(magnitude_bits(parts[index]), 1), 0))
+    count: tl.constexpr = BLOCK_N // BLOCK
     head_scale, inverse = power_scale(largest, CARRY, EXPONENT)
     tl.store(head_scales + row_head, head_scale)
-    stored = ()
-    for index in tl.static_range(len(parts)):
-        block, i = tl.arange(0, PART // BLOCK) + index * (PART // BLOCK), tl.arange(0, HALF)
-        here = ok[:, None] & (block < blocks)[None, :]
-        place = row_head * (WIDTH * blocks) + (c[:, None] * blocks + block[None, :])
-        wide = tl.reshape(parts[index], [parts[0].shape[0], PART // BLOCK, BLOCK])
-        magnitude = tl.where(inverse == 0.0, 0.0, tl.abs(wide))
-        scale_code = e4m3_code(tl.max(magnitude, 2) * inverse * SIXTH).to(tl.uint8)
-        tl.store(scales + place, scale_code, mask=here)
-        unit = (e4m3_value(scale_code) * tl.where(inverse == 0.0, 0.0, head_scale))[:, :, None]
-        code = _code(magnitude, unit) | ((wide.to(tl.int32, bitcast=True) >> 28) & 8)
-        low, high = tl.split(tl.reshape(code, [parts[0].shape[0], PART // BLOCK, HALF, 2]))
-        packed = (low | (high << 4)).to(tl.uint8)
-        tl.store(values + (place * HALF)[:, :, None] + i[None, None, :], packed, mask=here[:, :, None])
-        unit = (e4m3_value(scale_code) * HALF_SCALE * head_scale)[:, :, None]
-        stored += (tl.reshape(_number(code) * unit, [parts[0].shape[0], PART]),)  # type: ignore[assignment]
-    return stored
+    block, i = tl.arange(0, count), tl.arange(0, HALF)
+    here = ok[:, None] & (block < blocks)[None, :]
+    place = row_head * (WIDTH * blocks) + (c[:, None] * blocks + block[None, :])
+    wide = tl.reshape(wide, [c.shape[0], count, BLOCK])
+    magnitude = tl.where(inverse == 0.0, 0.0, tl.abs(wide))
+    scale = e4m3_code(tl.max(magnitude, 2) * inverse * SIXTH)
+    tl.store(scales + place, scale, mask=here)
+    unit = (e4m3_value(scale) * tl.where(inverse == 0.0, 0.0, head_scale))[:, :, None]
+    code = _code(magnitude, unit) | ((wide.to(tl.int32, bitcast=True) >> 28) & 8)
+    low, high = tl.split(tl.reshape(code, [c.shape[0], count, HALF, 2]))
+    packed = (low | (high << 4)).to(tl.uint8)
+    tl.store(values + (place * HALF)[:, :, None] + i[None, None, :], packed, mask=here[:, :, None])
+    unit = (e4m3_value(scale) * HALF_SCALE * head_scale)[:, :, None]
+    return tl.reshape(_number(code) * unit, [c.shape[0], BLOCK_N])
 
 
 @triton.jit
 def opened(
     values, scales, head_scales, row_head, c, ok,
-    WIDTH: tl.constexpr, STATES: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr,
+    WIDTH: tl.constexpr, STATES: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """All states of the channels, as two words per block, the blocks' scales, and the head's."""
+    """All states of the channels, two in a byte, the blocks' scales, and the head's."""
     blocks: tl.constexpr = (STATES + BLOCK - 1) // BLOCK
-    block, i = tl.arange(0, BLOCK_N // BLOCK), tl.arange(0, 2)
-    here = ok[:, None] & (block < blocks)[None, :]
-    place = row_head * (WIDTH * blocks) + (c[:, None] * blocks + block[None, :])
-    words = values.to(tl.pointer_type(tl.int32))
-    packed = tl.load(words + (place * 2)[:, :, None] + i[None, None, :], mask=here[:, :, None], other=0)
-    head_scale = tl.load(head_scales + (row_head + 0 * c), mask=ok, other=0.0)
-    return packed, tl.load(scales + place, mask=here, other=0), head_scale
+    block, i = tl.arange(0, BLOCK_N // BLOCK), tl.arange(0, BLOCK_N // 2)
+    corner, channel = row_head * (WIDTH * blocks), c[:, None] * blocks
+    here, inside = ok[:, None] & (block < blocks)[None, :], ok[:, None] & (i < blocks * HALF)[None, :]
+    packed = tl.load(values + corner * HALF + (channel * HALF + i[None, :]), mask=inside, other=0)
+    scale = tl.load(scales + corner + (channel + block[None, :]), mask=here, other=0)
+    return packed, scale, tl.load(head_scales + (row_head + 0 * c), mask=ok, other=0.0)
 
 
 @triton.jit
-def _two_halves(words, K: tl.constexpr):
-    """Numbers ``K`` and ``K + 4`` (0 to 7) of each word, over 2^14, as the lower and the upper float16 of int32."""
-    if K == 0:
-        return ((words << 9) & 0x0E000E00) | ((words << 12) & SIGNS)
-    elif K == 1:
-        return ((words << 5) & 0x0E000E00) | ((words << 8) & SIGNS)
-    elif K == 2:
-        return ((words << 1) & 0x0E000E00) | ((words << 4) & SIGNS)
-    else:
-        return ((words >> 3) & 0x0E000E00) | (words & SIGNS)
+def _narrow(packed, unit):
+    """The lower and the upper of the two numbers in each byte, times ``unit`` and REST_SCALE: bfloat16, exact."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            EIGHT, "=&r,=&r,=&r,=&r,r,r,r", [packed, unit], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    wide = unit.to(tl.float32) * (HALF_SCALE / NARROW_SCALE / REST_SCALE)
+    return (_number(packed & 15) * wide).to(tl.bfloat16), (_number(packed >> 4) * wide).to(tl.bfloat16)
 
 
 @triton.jit
-def _lower(words):
-    return words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def dot(tile, vector, stride, STATES: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The states of each channel times a vector: ``[channels]``."""
-    n = tl.arange(0, BLOCK_N)
-    wide = tl.load(vector + n * stride, mask=n < STATES, other=0.0).to(tl.float32)
-    # by place in a word, bits from the lowest: so the threads that have a word have its eight factors
-    even, odd = tl.split(tl.reshape(wide, [BLOCK_N // BLOCK, 2, 2, 2, 2]))
-    even_0, even_1 = tl.split(even)
-    odd_0, odd_1 = tl.split(odd)
-    first, fifth = tl.split(even_0)
-    third, seventh = tl.split(even_1)
-    second, sixth = tl.split(odd_0)
-    fourth, eighth = tl.split(odd_1)
-    lower, upper = (first, second, third, fourth), (fifth, sixth, seventh, eighth)
-    total = tl.zeros([tile[0].shape[0], BLOCK_N // BLOCK, 2], tl.float32)
-    for k in tl.static_range(4):
-        both = _two_halves(tile[0], k)
-        total = tl.fma(_lower(both), tl.broadcast_to(lower[k][None, :, :], total.shape), total)
-        total = tl.fma(_lower(both >> 16), tl.broadcast_to(upper[k][None, :, :], total.shape), total)
-    return tl.sum(tl.sum(total, 2) * e4m3_value(tile[1]), 1) * (tile[2] * HALF_SCALE)
+def products(
+    tile, vectors, token_stride, state_stride,
+    STATES: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """The states of each channel times a vector per token, on matrix units."""
+    channels: tl.constexpr = tile[0].shape[0]
+    half: tl.constexpr = BLOCK_N // 2
+    even = load_vectors(vectors, token_stride, state_stride, 0, STATES, half, 2, TOKENS, BLOCK_T)
+    odd = load_vectors(vectors, token_stride, state_stride, 1, STATES, half, 2, TOKENS, BLOCK_T)
+    unit = (e4m3_value(tile[1]) * NARROW_SCALE).to(tl.bfloat16)
+    unit = tl.reshape(tl.broadcast_to(unit[:, :, None], [channels, BLOCK_N // BLOCK, HALF]), [channels, half])
+    lower, upper = _narrow(tile[0], unit)
+    result = exact_product(lower, even, tl.zeros([channels, BLOCK_T], tl.float32))
+    return exact_product(upper, odd, result) * (tile[2] * REST_SCALE)[:, None]

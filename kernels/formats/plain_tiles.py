@@ -9,9 +9,9 @@ next to each other, not the states of a channel; for this format alone. Values a
 import triton
 import triton.language as tl
 
-from replay_transformers.kernels.tiles import saturated
+from replay_transformers.kernels.tiles import saturated, times_vectors
 
-__all__ = ["dot", "load", "opened", "store"]
+__all__ = ["load", "opened", "products", "store"]
 
 
 @triton.jit
@@ -24,46 +24,50 @@ def _places(values, row_head, c, n, WIDTH: tl.constexpr, STATES: tl.constexpr, T
 
 @triton.jit
 def load(
-    values, scales, head_scales, row_head, c, ok, begin,
-    WIDTH: tl.constexpr, STATES: tl.constexpr, PART: tl.constexpr, TRANSPOSED: tl.constexpr,
+    values, scales, head_scales, row_head, c, ok,
+    WIDTH: tl.constexpr, STATES: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """PART states of the channels, from ``begin`` on, a multiple of PART."""
-    n = begin + tl.arange(0, PART)
+    """All states of the channels."""
+    n = tl.arange(0, BLOCK_N)
     place = _places(values, row_head, c, n, WIDTH, STATES, TRANSPOSED)
     return tl.load(place, mask=ok[:, None] & (n < STATES)[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
 def store(
-    values, scales, head_scales, row_head, c, ok, parts, key, position,
-    WIDTH: tl.constexpr, STATES: tl.constexpr, PART: tl.constexpr, TRANSPOSED: tl.constexpr,
+    values, scales, head_scales, row_head, c, ok, wide, largest, key, position,
+    WIDTH: tl.constexpr, STATES: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Write all states of the channels, given in parts; the same as they are read back.
+    """Write all states of the channels, ``wide``; the same as they are read back.
 
-    key, position: of random bits, see `rounding.state_bits`.
+    largest: bits of the largest of the whole head, for formats that need it. key, position: of random bits, see
+    `rounding.state_bits`.
     """
-    stored = ()
-    for index in tl.static_range(len(parts)):
-        n = index * PART + tl.arange(0, PART)
-        place = _places(values, row_head, c, n, WIDTH, STATES, TRANSPOSED)
-        rounded = saturated(parts[index], values.dtype.element_ty)
-        tl.store(place, rounded, mask=ok[:, None] & (n < STATES)[None, :])
-        stored += (rounded.to(tl.float32),)  # type: ignore[assignment]
-    return stored
+    n = tl.arange(0, BLOCK_N)
+    place = _places(values, row_head, c, n, WIDTH, STATES, TRANSPOSED)
+    rounded = saturated(wide, values.dtype.element_ty)
+    tl.store(place, rounded, mask=ok[:, None] & (n < STATES)[None, :])
+    return rounded.to(tl.float32)
 
 
 @triton.jit
 def opened(
     values, scales, head_scales, row_head, c, ok,
-    WIDTH: tl.constexpr, STATES: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr,
+    WIDTH: tl.constexpr, STATES: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """All states of the channels, under way to where `dot` uses them: what `dot` takes as its tile."""
-    return (load(values, scales, head_scales, row_head, c, ok, 0, WIDTH, STATES, BLOCK_N, TRANSPOSED),)
+    """All states of the channels, under way to where `products` uses them: what that takes as its tile."""
+    n = tl.arange(0, BLOCK_N)
+    place = _places(values, row_head, c, n, WIDTH, STATES, False)
+    return (tl.load(place, mask=ok[:, None] & (n < STATES)[None, :], other=0.0),)
 
 
 @triton.jit
-def dot(tile, vector, stride, STATES: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The states of each channel times a vector (a pointer and the distance of its elements): ``[channels]``."""
-    n = tl.arange(0, BLOCK_N)
-    other = tl.load(vector + n * stride, mask=n < STATES, other=0.0).to(tl.float32)
-    return tl.sum(tile[0] * other[None, :], 1)
+def products(
+    tile, vectors, token_stride, state_stride,
+    STATES: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """The states of each channel times a vector per token (a pointer, distances of tokens and of elements).
+
+    Float32 ``[channels, BLOCK_T]``.
+    """
+    return times_vectors(tile[0], vectors, token_stride, state_stride, STATES, TOKENS, BLOCK_T)

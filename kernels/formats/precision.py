@@ -10,9 +10,11 @@ from replay_transformers.kernels.formats.base import Format
 from replay_transformers.kernels.formats.plain import PlainFormat
 from replay_transformers.kernels.formats.stored import State, StoredState
 
-__all__ = ["Operands", "Precision", "parts_of", "pointers", "state_operands"]
+__all__ = ["Operands", "Precision", "narrow_launch", "parts_of", "pointers", "state_operands"]
 
 NAMES = {made.dtype: name for name, made in FORMATS.items() if isinstance(made, PlainFormat)}
+# enough channels that what a program does once weighs little, where there are programs enough
+NARROW_BLOCK, NARROW_LEAST_BLOCK, MANY_HEADS, NARROW_WARPS = 32, 16, 2048, 1
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Precision:
     @property
     def is_read_plainly(self) -> bool:
         """Whether the kernels for plain checkpoints can read it."""
-        return isinstance(self.read, PlainFormat) and not self.decay_skip
+        return isinstance(self.read, PlainFormat)
 
     @property
     def needs_heads(self) -> bool:
@@ -54,6 +56,11 @@ class Precision:
     def least_log(self) -> float:
         """The logarithm of ``decay_skip``."""
         return math.log(self.decay_skip) if self.decay_skip else 0.0
+
+
+def narrow_launch(heads: int) -> tuple[int, int]:
+    """Channels and warps of a program that multiplies a narrow state on matrix units; ``heads``: of all rows."""
+    return (NARROW_BLOCK if heads >= MANY_HEADS else NARROW_LEAST_BLOCK), NARROW_WARPS
 
 
 def parts_of(state: State | None) -> tuple[str, list[torch.Tensor]]:

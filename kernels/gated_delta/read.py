@@ -14,7 +14,9 @@ def product(a, b, added):
 
     Exact where one is bfloat16. Added after the product, since matrix units truncate where they accumulate.
     """
-    if a.dtype == tl.bfloat16 and b.dtype == tl.float32:
+    if a.dtype == b.dtype and a.dtype.primitive_bitwidth == 16:
+        return added + exact_product(a, b, tl.zeros([a.shape[0], b.shape[1]], tl.float32))
+    elif a.dtype == tl.bfloat16 and b.dtype == tl.float32:
         high, middle, low = cut(b)
         none = tl.zeros([a.shape[0], b.shape[1]], tl.float32)
         return added + exact_product(a, high, exact_product(a, middle, exact_product(a, low, none)))
@@ -77,7 +79,7 @@ def answers_to_many(
             query + (token[:, None] * q_token + i[None, :] * q_state), mask=ok & ~is_key[:, None], other=0.0
         )
         s = tl.load(block + (i[:, None] * WIDTH + p[None, :]), mask=k_ok[:, None] & p_ok[None, :], other=0.0)
-        answers = product(tl.where(is_key[:, None], part_k, part_q), s.to(tl.float32), answers)
+        answers = product(tl.where(is_key[:, None], part_k, part_q), s, answers)
     return halves(answers, BLOCK_V)
 
 

@@ -143,11 +143,12 @@ def gated_delta_step(
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, AGES: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, FOLD_FIRST: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, FOLD_FIRST: tl.constexpr, SKIP: tl.constexpr,
 ):  # fmt: skip
     """ROWS, CHUNK, STAGES: how the state is read, see `read`; AGES: records that are read at a time.
 
-    FOLD_FIRST: rows that are due have been folded.
+    FOLD_FIRST: rows that are due have been folded. SKIP: heads whose states count for nothing in this step do not read
+    them.
     """
     tiles: tl.constexpr = (WIDTH + BLOCK_V - 1) // BLOCK_V
     most: tl.constexpr = RECORDS // 2 if TOKENS > 1 else 1
@@ -167,6 +168,9 @@ def gated_delta_step(
     new_v = v + row * v_row + head * v_head + (token[:, None] * v_token + (first + p)[None, :] * v_channel)
     factors = coefficient + row_head * (2 * TOKENS * BLOCK_R)
     gains = gain + row_head * (2 * TOKENS) + token
+    read_ok = p_ok
+    if SKIP:
+        read_ok = p_ok & (tl.load(gain + (row_head * (2 * TOKENS) + 0 * p)) > 0.0)
     start, past = tl.load(cursor + row * 3), tl.load(cursor + row * 3 + 1)
     folded = 0
     if FOLD_FIRST:
@@ -175,13 +179,13 @@ def gated_delta_step(
     # what checkpoint and records answer to the keys and to the queries
     if TOKENS == 1:
         # of the state as much as registers hold is under way before anything waits for the cursor
-        chunk = read_chunk(block, new_k, new_q, k_state, q_state, 0, p_ok, WIDTH, STATES, BLOCK_V, ROWS)
+        chunk = read_chunk(block, new_k, new_q, k_state, q_state, 0, read_ok, WIDTH, STATES, BLOCK_V, ROWS)
         value = tl.load(new_v, mask=out_ok, other=0.0)
         d = deltas_of_records(ring_d + records, start, folded, past, age, p, p_ok, WIDTH, CAPACITY)
         known_k = tl.sum(d.to(tl.float32) * tl.load(factors + age)[:, None], 0)
         known_q = tl.sum(d.to(tl.float32) * tl.load(factors + (BLOCK_R + age))[:, None], 0)
         carried_k, carried_q = answers_to_one(
-            chunk, block, new_k, new_q, k_state, q_state, p_ok, WIDTH, STATES, BLOCK_V, BLOCK_K, ROWS
+            chunk, block, new_k, new_q, k_state, q_state, read_ok, WIDTH, STATES, BLOCK_V, BLOCK_K, ROWS
         )
         for begin in tl.static_range(AGES, BLOCK_R, AGES):
             d = deltas_of_records(ring_d + records, start, folded, past, begin + age, p, p_ok, WIDTH, CAPACITY)
@@ -192,7 +196,7 @@ def gated_delta_step(
     else:
         value = tl.load(new_v, mask=out_ok, other=0.0)
         carried_k, carried_q = answers_to_many(
-            block, new_k, new_q, k_token, k_state, q_token, q_state, p_ok,
+            block, new_k, new_q, k_token, k_state, q_token, q_state, read_ok,
             WIDTH, STATES, BLOCK_V, BLOCK_K, TOKENS, CHUNK, STAGES,
         )  # fmt: skip
         answer_k = tl.load(gains, mask=token_ok, other=0.0)[:, None] * carried_k

@@ -11,7 +11,7 @@ import triton.language as tl
 from replay_transformers.kernels.gated_delta.fold import SOLUTION, advanced
 from replay_transformers.kernels.gated_delta.read import halves, product
 from replay_transformers.kernels.gated_delta.step import deltas_of_records, finish, rows_of_factors
-from replay_transformers.kernels.tiles import RECORDS, piece_of_due, rank_of_due
+from replay_transformers.kernels.tiles import RECORDS, piece_of_due, rank_of_due, store_tiles
 
 __all__ = ["gated_delta_stored_fold", "gated_delta_stored_step"]
 
@@ -24,7 +24,7 @@ def gated_delta_stored_step(
     k_row, k_token, k_head, k_state,
     v_row, v_token, v_head, v_channel,
     beta_row, beta_token, beta_head,
-    OPENED: tl.constexpr, DOT: tl.constexpr, TRANSPOSED: tl.constexpr,
+    OPENED: tl.constexpr, PRODUCTS: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, AGES: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, SKIP: tl.constexpr,
@@ -44,7 +44,7 @@ def gated_delta_stored_step(
     ok = p_ok
     if SKIP:
         ok = p_ok & (tl.load(gains + 0 * p) > 0.0)
-    tile = OPENED(values, scales, head_scales, row_head, first + p, ok, WIDTH, STATES, BLOCK_K, TRANSPOSED)
+    tile = OPENED(values, scales, head_scales, row_head, first + p, ok, WIDTH, STATES, BLOCK_K)
     start, past, folded = tl.load(cursor + row * 3), tl.load(cursor + row * 3 + 1), tl.load(cursor + row * 3 + 2)
     new_v = v + row * v_row + head * v_head + (token[:, None] * v_token + (first + p)[None, :] * v_channel)
     value = tl.load(new_v, mask=out_ok, other=0.0)
@@ -65,12 +65,10 @@ def gated_delta_stored_step(
             )
             answer_k, answer_q = answer_k + known_k, answer_q + known_q
     new_k, new_q = k + row * k_row + key_head * k_head, q + row * q_row + key_head * q_head
-    for t in tl.static_range(TOKENS):
-        is_t = (token == t)[:, None]
-        carried = DOT(tile, new_k + t * k_token, k_state, STATES, BLOCK_K) * tl.load(gains + t)
-        answer_k += tl.where(is_t, carried[None, :], 0.0)
-        carried = DOT(tile, new_q + t * q_token, q_state, STATES, BLOCK_K) * tl.load(gains + (TOKENS + t))
-        answer_q += tl.where(is_t, carried[None, :], 0.0)
+    carried = PRODUCTS(tile, new_k, k_token, k_state, STATES, BLOCK_K, TOKENS, most)
+    answer_k += tl.trans(carried) * tl.load(gains + token, mask=token < TOKENS, other=0.0)[:, None]
+    carried = PRODUCTS(tile, new_q, q_token, q_state, STATES, BLOCK_K, TOKENS, most)
+    answer_q += tl.trans(carried) * tl.load(gains + (TOKENS + token), mask=token < TOKENS, other=0.0)[:, None]
     finish(
         answer_k, answer_q, value, beta + row * beta_row + head * beta_head, own_coefficient, ring_v, ring_d, y,
         start, past, row_head, first, beta_token,
@@ -86,43 +84,41 @@ def gated_delta_stored_fold(
     TRANSPOSED: tl.constexpr, COPY_TRANSPOSED: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-    PART: tl.constexpr, LIST: tl.constexpr, SKIP: tl.constexpr, HAS_COPY: tl.constexpr,
+    TILES: tl.constexpr, LIST: tl.constexpr, SKIP: tl.constexpr, HAS_COPY: tl.constexpr,
 ):  # fmt: skip
-    """LIST: rows whose tiles a program shares with those beside it; PART: states of a tile that enter one product."""
-    tiles: tl.constexpr = (WIDTH + BLOCK_V - 1) // BLOCK_V
+    """LIST: rows whose pieces a program shares with those beside it; TILES: of BLOCK_V channels, that make a piece."""
+    pieces: tl.constexpr = (WIDTH + BLOCK_V * TILES - 1) // (BLOCK_V * TILES)
     p = tl.arange(0, BLOCK_V)
     listed = tl.program_id(1) * LIST + tl.arange(0, LIST)
     rank = rank_of_due(folds, listed, rows)
-    pieces = tl.max(rank, 0) * (HEADS * tiles)
-    for piece in tl.range(tl.program_id(0), pieces, tl.num_programs(0)):
-        row, head, first = piece_of_due(piece, rank, listed, HEADS, tiles, BLOCK_V)
+    for piece in tl.range(tl.program_id(0), tl.max(rank, 0) * (HEADS * pieces), tl.num_programs(0)):
+        row, head, first = piece_of_due(piece, rank, listed, HEADS, pieces, BLOCK_V * TILES)
         row_head = row * HEADS + head
         start, count = tl.load(cursor + row * 3), tl.load(cursor + row * 3 + 2)
         keys = ring_k + (row * (HEADS // GROUP) + head // GROUP) * (CAPACITY * STATES)
         solved = solution + row_head * (BLOCK_R // RECORDS * SOLUTION)
-        p_ok = first + p < WIDTH
-        ok = p_ok
-        if SKIP:
-            ok = p_ok & (tl.load(solved + (RECORDS * (RECORDS + 1) + 0 * p)) >= 0.0)
-        parts = ()
-        for index in tl.static_range(BLOCK_K // PART):
-            part = LOAD(
-                values, scales, head_scales, row_head, first + p, ok, index * PART, WIDTH, STATES, PART, TRANSPOSED
-            )
-            parts += (part,)  # type: ignore[assignment]
-        parts = advanced(
-            parts, keys, ring_v + (row_head * (CAPACITY * WIDTH) + first), solved, start, count, p_ok,
-            WIDTH, STATES, CAPACITY, BLOCK_V, BLOCK_K, PART,
-        )  # fmt: skip
+        records = ring_v + (row_head * (CAPACITY * WIDTH) + first)
+        states = ()
+        for tile in tl.static_range(TILES):
+            c = first + tile * BLOCK_V + p
+            c_ok = c < WIDTH
+            ok = c_ok
+            if SKIP:
+                ok = c_ok & (tl.load(solved + (RECORDS * (RECORDS + 1) + 0 * p)) >= 0.0)
+            s = LOAD(values, scales, head_scales, row_head, c, ok, WIDTH, STATES, BLOCK_K, TRANSPOSED)
+            states += advanced(
+                (s,), keys, records + tile * BLOCK_V, solved, start, count, c_ok,
+                WIDTH, STATES, CAPACITY, BLOCK_V, BLOCK_K, BLOCK_K,
+            )  # fmt: skip
         # a thread must not overwrite what another has yet to read
         tl.debug_barrier()
         position = tl.load(base + row) + count
-        parts = STORE(
-            values, scales, head_scales, row_head, first + p, p_ok, parts, key, position,
-            WIDTH, STATES, PART, TRANSPOSED,
+        states = store_tiles(
+            STORE, values, scales, head_scales, row_head, first, states, key, position,
+            WIDTH, STATES, BLOCK_K, TRANSPOSED,
         )  # fmt: skip
         if HAS_COPY:
-            STORE_COPY(
-                copy_values, copy_scales, copy_head_scales, row_head, first + p, p_ok, parts, key, position,
-                WIDTH, STATES, PART, COPY_TRANSPOSED,
+            store_tiles(
+                STORE_COPY, copy_values, copy_scales, copy_head_scales, row_head, first, states, key, position,
+                WIDTH, STATES, BLOCK_K, COPY_TRANSPOSED,
             )  # fmt: skip

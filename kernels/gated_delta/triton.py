@@ -31,7 +31,13 @@ import torch
 import triton
 
 from replay_transformers.kernels.formats.plain import PlainFormat
-from replay_transformers.kernels.formats.precision import Precision, parts_of, pointers, state_operands
+from replay_transformers.kernels.formats.precision import (
+    Precision,
+    narrow_launch,
+    parts_of,
+    pointers,
+    state_operands,
+)
 from replay_transformers.kernels.formats.stored import State, StoredState
 from replay_transformers.kernels.gated_delta.fold import SOLUTION, gated_delta_fold
 from replay_transformers.kernels.gated_delta.step import gated_delta_prepare, gated_delta_step
@@ -50,12 +56,14 @@ from replay_transformers.kernels.validation import (
 
 __all__ = ["replay_step", "update"]
 
-LEAST_CHANNELS, LEAST_DEPTH = 16, 16  # of products on matrix units
+LEAST_CHANNELS, LEAST_DEPTH = 16, 32  # of products on matrix units: 16 terms; nvfp4 has two in a byte
 DEPTH = 256  # bytes of the state that a thread has under way, where there is one token
 CHUNK, STAGES = 16, 3  # rows of the state per matrix product, and how many products are under way
-# of the fold: channels and warps of a program, states per product, programs at most, rows that they share
-FOLD_BLOCK, FOLD_WARPS, FOLD_PART, FOLD_PROGRAMS, FOLD_LIST = 16, 1, 64, 4224, 256
-HEAD_WARPS = 8  # of a program with a whole head
+# of the fold: channels of a tile, also where a program has all of a head, states per product, programs at most, and
+# rows that they share; warps and registers of a program, for both
+FOLD_BLOCK, HEAD_BLOCK, FOLD_PART, FOLD_PROGRAMS, FOLD_LIST = 16, 128, 64, 4224, 256
+FOLD_LAUNCH: dict[str, int | None] = {"num_warps": 2, "maxnreg": 128}
+HEAD_LAUNCH: dict[str, int | None] = {"num_warps": 8, "maxnreg": None}
 
 
 def _run(
@@ -83,8 +91,10 @@ def _run(
     group, fold, device = heads // key_heads, folds is not None, q.device
     block_r, block_t = power_of_two(max(max_records, MIN_RECORDS)), power_of_two(tokens)
     chosen = choose("gated_delta", device, rows * heads, tokens, width, states)
-    share, block_v = heads_per_program(chosen.share, group), min(chosen.block, power_of_two(width))
-    block_v, block_k = max(block_v, LEAST_CHANNELS), max(power_of_two(states), LEAST_DEPTH)
+    is_plain = precision is None or precision.is_read_plainly
+    block_v, warps = (chosen.block, chosen.warps) if is_plain else narrow_launch(rows * heads)
+    share, block_v = heads_per_program(chosen.share, group), max(min(block_v, power_of_two(width)), LEAST_CHANNELS)
+    block_k = max(power_of_two(states), LEAST_DEPTH)
     skips = precision is not None and precision.decay_skip > 0
     folds_first = fold and precision is not None
 
@@ -109,42 +119,51 @@ def _run(
         **sizes, num_warps=chosen.share_warps,
     )  # fmt: skip
     source, programs = readout or checkpoint, rows * heads * triton.cdiv(width, block_v)
-    fold_v = max(power_of_two(width), LEAST_CHANNELS)
-    if precision is None or not precision.needs_heads:
-        fold_v = min(FOLD_BLOCK, fold_v)
-    pieces, lists = rows * heads * triton.cdiv(width, fold_v), triton.cdiv(rows, FOLD_LIST)
+    needs_heads = precision is not None and precision.needs_heads
+    fold_v = max(min(HEAD_BLOCK if needs_heads else FOLD_BLOCK, power_of_two(width)), LEAST_CHANNELS)
+    tiles = triton.cdiv(width, fold_v) if needs_heads else 1
+    pieces, lists = rows * heads * triton.cdiv(width, fold_v * tiles), triton.cdiv(rows, FOLD_LIST)
     fold_grid = (triton.cdiv(min(FOLD_PROGRAMS, pieces), lists), lists)
-    fold_sizes = {"WIDTH": width, "BLOCK_V": fold_v, "PART": min(FOLD_PART, block_k), "LIST": FOLD_LIST}
+    fold_sizes = {"WIDTH": width, "BLOCK_V": fold_v, "LIST": FOLD_LIST}
     if fold and precision is not None:
         written = [form.kernels() for form in precision.written]
         transposed = [isinstance(form, PlainFormat) for form in precision.written]
         gated_delta_stored_fold[fold_grid](
             *pointers(checkpoint), *pointers(source), ring_k, ring_v, solution, cursor, base, folds, rows,
             precision.key, LOAD=written[0].load, STORE=written[0].store, STORE_COPY=written[-1].store,
-            HAS_COPY=bool(readout), TRANSPOSED=transposed[0], COPY_TRANSPOSED=transposed[-1], SKIP=skips,
-            **fold_sizes, **sizes, num_warps=HEAD_WARPS if fold_v > FOLD_BLOCK else FOLD_WARPS,
+            HAS_COPY=bool(readout), TRANSPOSED=transposed[0], COPY_TRANSPOSED=transposed[-1], TILES=tiles, SKIP=skips,
+            **fold_sizes, **sizes, **(HEAD_LAUNCH if needs_heads else FOLD_LAUNCH),
         )  # fmt: skip
     operands = (
         q, k, v, beta, ring_v, ring_d, coefficient, own, gain, cursor, y,
         *q.stride(), *k.stride(), *v.stride(), *beta.stride(),
     )  # fmt: skip
     step_sizes = {"WIDTH": width, "BLOCK_V": block_v, "AGES": MIN_RECORDS, "TOKENS": tokens, "BLOCK_T": block_t}
-    if precision is None or precision.is_read_plainly:
-        under_way = max(1, min(block_k, chosen.warps * 32 * DEPTH // (source[0].itemsize * block_v)))
+    if is_plain:
+        under_way = max(1, min(block_k, warps * 32 * DEPTH // (source[0].itemsize * block_v)))
         gated_delta_step[(programs,)](
             source[0], *operands, ROWS=under_way, CHUNK=min(CHUNK, block_k), STAGES=STAGES, FOLD_FIRST=folds_first,
-            **step_sizes, **sizes, num_warps=chosen.warps,
+            SKIP=skips, **step_sizes, **sizes, num_warps=warps,
         )  # fmt: skip
-    else:
+    elif precision is not None:
         form = precision.read.kernels()
         gated_delta_stored_step[(programs,)](
-            *pointers(source), *operands, OPENED=form.opened, DOT=form.dot,
-            TRANSPOSED=isinstance(precision.read, PlainFormat), SKIP=skips,
-            **step_sizes, **sizes, num_warps=chosen.warps,
+            *pointers(source), *operands, OPENED=form.opened, PRODUCTS=form.products, SKIP=skips,
+            **step_sizes, **sizes, num_warps=warps,
         )  # fmt: skip
     if fold and precision is None:
         gated_delta_fold[fold_grid](
-            checkpoint[0], ring_k, ring_v, solution, cursor, folds, rows, **fold_sizes, **sizes, num_warps=FOLD_WARPS
+            checkpoint[0],
+            ring_k,
+            ring_v,
+            solution,
+            cursor,
+            folds,
+            rows,
+            PART=min(FOLD_PART, block_k),
+            **fold_sizes,
+            **sizes,
+            **FOLD_LAUNCH,
         )
     return y
 

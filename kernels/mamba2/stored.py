@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from replay_transformers.kernels.mamba2.step import change_of_states, of_records
-from replay_transformers.kernels.tiles import piece_of_due, rank_of_due
+from replay_transformers.kernels.tiles import piece_of_due, rank_of_due, store_tiles
 
 __all__ = ["mamba2_stored_fold", "mamba2_stored_step"]
 
@@ -18,7 +18,7 @@ def mamba2_stored_step(
     values, scales, head_scales, x, C, ring_x, coefficient, carry, cursor, y,
     x_row, x_token, x_head, x_channel,
     c_row, c_token, c_group, c_state,
-    OPENED: tl.constexpr, DOT: tl.constexpr,
+    OPENED: tl.constexpr, PRODUCTS: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, AGES: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, SKIP: tl.constexpr,
@@ -34,7 +34,7 @@ def mamba2_stored_step(
     ok = p_ok
     if SKIP:
         ok = p_ok & (tl.load(carry + (row_head * TOKENS + 0 * p)) > 0.0)
-    tile = OPENED(values, scales, head_scales, row_head, first + p, ok, WIDTH, STATES, BLOCK_N, False)
+    tile = OPENED(values, scales, head_scales, row_head, first + p, ok, WIDTH, STATES, BLOCK_N)
     start, past = tl.load(cursor + row * 3), tl.load(cursor + row * 3 + 1)
     result = of_records(
         x + row * x_row + head * x_head + first * x_channel, ring_x + row_head * (CAPACITY * WIDTH) + first,
@@ -42,9 +42,8 @@ def mamba2_stored_step(
         WIDTH, CAPACITY, BLOCK_P, BLOCK_R, AGES, TOKENS, BLOCK_T,
     )  # fmt: skip
     queries = C + row * c_row + (head // GROUP) * c_group
-    for t in tl.static_range(TOKENS):
-        carried = DOT(tile, queries + t * c_token, c_state, STATES, BLOCK_N) * tl.load(carry + row_head * TOKENS + t)
-        result += tl.where((token == t)[None, :], carried[:, None], 0.0)
+    gains = tl.load(carry + row_head * TOKENS + token, mask=token < TOKENS, other=0.0)
+    result += PRODUCTS(tile, queries, c_token, c_state, STATES, BLOCK_N, TOKENS, BLOCK_T) * gains[None, :]
     out = y + (row * TOKENS * HEADS + head) * WIDTH + first + (token[None, :] * (HEADS * WIDTH) + p[:, None])
     tl.store(out, result.to(y.dtype.element_ty), mask=p_ok[:, None] & (token < TOKENS)[None, :])
 
@@ -56,41 +55,42 @@ def mamba2_stored_fold(
     LOAD: tl.constexpr, STORE: tl.constexpr, STORE_COPY: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, AGES: tl.constexpr,
-    PART: tl.constexpr, LIST: tl.constexpr, SKIP: tl.constexpr, HAS_COPY: tl.constexpr,
+    TILES: tl.constexpr, LIST: tl.constexpr, SKIP: tl.constexpr, HAS_COPY: tl.constexpr,
 ):  # fmt: skip
-    """LIST: rows whose tiles a program shares with those beside it; PART: states that are folded at a time."""
-    tiles: tl.constexpr = (WIDTH + BLOCK_P - 1) // BLOCK_P
+    """LIST: rows whose pieces a program shares with those beside it; TILES: of BLOCK_P channels, that make a piece."""
+    pieces: tl.constexpr = (WIDTH + BLOCK_P * TILES - 1) // (BLOCK_P * TILES)
     p = tl.arange(0, BLOCK_P)
     listed = tl.program_id(1) * LIST + tl.arange(0, LIST)
     rank = rank_of_due(folds, listed, rows)
-    pieces = tl.max(rank, 0) * (HEADS * tiles)
-    for piece in tl.range(tl.program_id(0), pieces, tl.num_programs(0)):
-        row, head, first = piece_of_due(piece, rank, listed, HEADS, tiles, BLOCK_P)
+    for piece in tl.range(tl.program_id(0), tl.max(rank, 0) * (HEADS * pieces), tl.num_programs(0)):
+        row, head, first = piece_of_due(piece, rank, listed, HEADS, pieces, BLOCK_P * TILES)
         row_head = row * HEADS + head
         start, count = tl.load(cursor + row * 3), tl.load(cursor + row * 3 + 2)
         records = ring_x + (row_head * (CAPACITY * WIDTH) + first)
         keys = ring_b + (row * (HEADS // GROUP) + head // GROUP) * (CAPACITY * STATES)
         weights = weight + row_head * (BLOCK_R + 1)
-        p_ok, total = first + p < WIDTH, tl.load(weights + BLOCK_R)
-        ok = p_ok
-        if SKIP:
-            ok = p_ok & (tl.load(weights + (BLOCK_R + 0 * p)) > 0.0)
-        parts = ()
-        for index in tl.static_range(BLOCK_N // PART):
+        total = tl.load(weights + BLOCK_R)
+        states = ()
+        for tile in tl.static_range(TILES):
+            c = first + tile * BLOCK_P + p
+            c_ok = c < WIDTH
+            ok = c_ok
+            if SKIP:
+                ok = c_ok & (tl.load(weights + (BLOCK_R + 0 * p)) > 0.0)
             change = change_of_states(
-                records, keys, weights, start, count, p_ok, index * PART,
-                WIDTH, STATES, CAPACITY, BLOCK_P, BLOCK_R, AGES, PART,
+                records + tile * BLOCK_P, keys, weights, start, count, c_ok, 0,
+                WIDTH, STATES, CAPACITY, BLOCK_P, BLOCK_R, AGES, BLOCK_N,
             )  # fmt: skip
-            s = LOAD(values, scales, head_scales, row_head, first + p, ok, index * PART, WIDTH, STATES, PART, False)
-            parts += (s * total + change,)  # type: ignore[assignment]
+            s = LOAD(values, scales, head_scales, row_head, c, ok, WIDTH, STATES, BLOCK_N, False)
+            states += (s * total + change,)  # type: ignore[assignment]
         # a thread must not overwrite what another has yet to read
         tl.debug_barrier()
         position = tl.load(base + row) + count
-        parts = STORE(
-            values, scales, head_scales, row_head, first + p, p_ok, parts, key, position, WIDTH, STATES, PART, False
+        states = store_tiles(
+            STORE, values, scales, head_scales, row_head, first, states, key, position, WIDTH, STATES, BLOCK_N, False
         )
         if HAS_COPY:
-            STORE_COPY(
-                copy_values, copy_scales, copy_head_scales, row_head, first + p, p_ok, parts, key, position,
-                WIDTH, STATES, PART, False,
+            store_tiles(
+                STORE_COPY, copy_values, copy_scales, copy_head_scales, row_head, first, states, key, position,
+                WIDTH, STATES, BLOCK_N, False,
             )  # fmt: skip

@@ -25,7 +25,13 @@ from collections.abc import Callable
 import torch
 import triton
 
-from replay_transformers.kernels.formats.precision import Precision, parts_of, pointers, state_operands
+from replay_transformers.kernels.formats.precision import (
+    Precision,
+    narrow_launch,
+    parts_of,
+    pointers,
+    state_operands,
+)
 from replay_transformers.kernels.formats.stored import State, StoredState
 from replay_transformers.kernels.launch import choose, on_their_device
 from replay_transformers.kernels.mamba2.step import mamba2_prepare, mamba2_step
@@ -45,10 +51,12 @@ __all__ = ["replay_step", "update"]
 
 COLUMNS = 32  # 4 bytes each: what a memory transaction reads of one channel's states
 PART = 64  # states folded at a time
-LEAST_DEPTH = 16  # of a product on matrix units: the terms of its sums
-# of the fold of stored states: channels and warps of a program, without and with a whole head in it, programs at most,
-# and rows that they share
-FOLD_BLOCK, FOLD_WARPS, HEAD_WARPS, FOLD_PROGRAMS, FOLD_LIST = 16, 1, 16, 4224, 256
+LEAST_DEPTH = 32  # of a product on matrix units: the terms of its sums, 16; nvfp4 has two in a byte
+# of the fold of stored states: channels of a tile, warps and registers of a program with one tile and with all of a
+# head, programs at most, and rows that they share
+FOLD_BLOCK, FOLD_PROGRAMS, FOLD_LIST = 16, 4224, 256
+FOLD_LAUNCH: dict[str, int | None] = {"num_warps": 1, "maxnreg": 128}
+HEAD_LAUNCH: dict[str, int | None] = {"num_warps": 4, "maxnreg": None}
 
 
 def _run(
@@ -75,8 +83,12 @@ def _run(
     group, fold, device = heads // groups, folds is not None, x.device
     block_r = power_of_two(max(max_records, MIN_RECORDS))
     chosen = choose("mamba2", device, rows * heads, tokens, width, states)
-    share = heads_per_program(chosen.share, group)
-    block_p, block_t = min(chosen.block, power_of_two(width)), power_of_two(tokens)
+    share, block_t = heads_per_program(chosen.share, group), power_of_two(tokens)
+    source = readout or checkpoint
+    is_plain = precision is None or precision.is_read_plainly
+    is_narrow = not is_plain or source[0].dtype == C.dtype != torch.float32
+    block_p, warps = narrow_launch(rows * heads) if is_narrow else (chosen.block, chosen.warps)
+    block_p = min(block_p, power_of_two(width))
     block_n = max(power_of_two(states), LEAST_DEPTH)
     skips = precision is not None and precision.decay_skip > 0
 
@@ -100,29 +112,30 @@ def _run(
         FOLD_FIRST=fold and precision is not None, SKIP=skips,
         **step_sizes, num_warps=chosen.share_warps,
     )  # fmt: skip
-    source, grid = readout or checkpoint, (rows * heads * triton.cdiv(width, block_p),)
+    grid = (rows * heads * triton.cdiv(width, block_p),)
     if fold and precision is not None:
         written = [form.kernels() for form in precision.written]
-        fold_p = power_of_two(width) if precision.needs_heads else min(FOLD_BLOCK, power_of_two(width))
-        pieces, lists = rows * heads * triton.cdiv(width, fold_p), triton.cdiv(rows, FOLD_LIST)
+        fold_p = min(FOLD_BLOCK, power_of_two(width))
+        tiles = triton.cdiv(width, fold_p) if precision.needs_heads else 1
+        pieces, lists = rows * heads * triton.cdiv(width, fold_p * tiles), triton.cdiv(rows, FOLD_LIST)
         mamba2_stored_fold[(triton.cdiv(min(FOLD_PROGRAMS, pieces), lists), lists)](
             *pointers(checkpoint), *pointers(source), ring_x, ring_b, weight, cursor, base, folds, rows, precision.key,
             LOAD=written[0].load, STORE=written[0].store, STORE_COPY=written[-1].store, HAS_COPY=bool(readout),
-            WIDTH=width, BLOCK_P=fold_p, AGES=MIN_RECORDS, PART=min(PART, block_n), LIST=FOLD_LIST, SKIP=skips,
-            **sizes, num_warps=HEAD_WARPS if fold_p > FOLD_BLOCK else FOLD_WARPS,
+            WIDTH=width, BLOCK_P=fold_p, AGES=MIN_RECORDS, TILES=tiles, LIST=FOLD_LIST, SKIP=skips,
+            **sizes, **(HEAD_LAUNCH if precision.needs_heads else FOLD_LAUNCH),
         )  # fmt: skip
-    if precision is None or precision.is_read_plainly:
+    if is_plain:
         mamba2_step[grid](
             source[0], x, C, ring_x, ring_b, coefficient, carry, weight, cursor, y, *x.stride(), *C.stride(),
             WIDTH=width, BLOCK_P=block_p, AGES=MIN_RECORDS, COLUMNS=min(COLUMNS, block_n), PART=min(PART, block_n),
-            FOLD=fold and precision is None, **step_sizes, num_warps=chosen.warps,
+            FOLD=fold and precision is None, ON_MATRIX_UNITS=is_narrow, SKIP=skips, **step_sizes, num_warps=warps,
         )  # fmt: skip
-    else:
+    elif precision is not None:
         form = precision.read.kernels()
         mamba2_stored_step[grid](
             *pointers(source), x, C, ring_x, coefficient, carry, cursor, y, *x.stride(), *C.stride(),
-            OPENED=form.opened, DOT=form.dot, WIDTH=width, BLOCK_P=block_p, AGES=MIN_RECORDS, SKIP=skips,
-            **step_sizes, num_warps=chosen.warps,
+            OPENED=form.opened, PRODUCTS=form.products, WIDTH=width, BLOCK_P=block_p, AGES=MIN_RECORDS, SKIP=skips,
+            **step_sizes, num_warps=warps,
         )  # fmt: skip
     return y
 

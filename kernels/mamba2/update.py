@@ -13,7 +13,7 @@ from replay_transformers.kernels.validation import check_groups, check_operands,
 
 __all__ = ["update"]
 
-BLOCK, WARPS = 8, 1  # channels of a head per program: many small programs, since there are few rows
+BLOCK, WARPS = 16, 8  # channels of a head per program: the waiting of a few rows is shared among many threads
 
 
 @triton.jit

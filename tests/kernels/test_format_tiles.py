@@ -12,6 +12,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from replay_transformers.kernels.formats import FORMATS, PlainFormat, StoredState  # noqa: E402
+from replay_transformers.kernels.tiles import store_tiles  # noqa: E402
 from replay_transformers.kernels.validation import power_of_two  # noqa: E402
 from tests.support.kernels import DEVICE, INTERPRETED, bits  # noqa: E402
 
@@ -25,40 +26,43 @@ SHAPES = [(8, 16), (5, 24), (16, 40)]
 def _encode(
     source, values, scales, head_scales, stored, key, positions,
     STORE: tl.constexpr, LOAD: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr,
-    BLOCK: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, TRANSPOSED: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """Encode a head, write down what `store` says is stored, and what `load` reads: ``stored [2, rows, WIDTH, N]``."""
     row_head = tl.program_id(0).to(tl.int64)
-    c = tl.arange(0, BLOCK)
-    parts = ()
-    for index in tl.static_range(PARTS):
-        n = index * PART + tl.arange(0, PART)
-        ok = (c < WIDTH)[:, None] & (n < STATES)[None, :]
-        parts += (tl.load(source + row_head * WIDTH * STATES + c[:, None] * STATES + n[None, :], mask=ok, other=0.0),)
+    c, n = tl.arange(0, BLOCK), tl.arange(0, BLOCK_N)
+    place = row_head * WIDTH * STATES + c[:, None] * STATES + n[None, :]
+    states = ()
+    for tile in tl.static_range((WIDTH + BLOCK - 1) // BLOCK):
+        ok = (tile * BLOCK + c < WIDTH)[:, None] & (n < STATES)[None, :]
+        states += (tl.load(source + tile * BLOCK * STATES + place, mask=ok, other=0.0),)
     position = tl.load(positions + row_head // HEADS)
-    kept = STORE(
-        values, scales, head_scales, row_head, c, c < WIDTH, parts, key, position, WIDTH, STATES, PART, TRANSPOSED
+    kept = store_tiles(
+        STORE, values, scales, head_scales, row_head, 0, states, key, position, WIDTH, STATES, BLOCK_N, TRANSPOSED
     )
     tl.debug_barrier()
-    for index in tl.static_range(PARTS):
-        n = index * PART + tl.arange(0, PART)
-        ok = (c < WIDTH)[:, None] & (n < STATES)[None, :]
-        place = stored + row_head * WIDTH * STATES + c[:, None] * STATES + n[None, :]
-        tl.store(place, kept[index], mask=ok)
-        read = LOAD(values, scales, head_scales, row_head, c, c < WIDTH, index * PART, WIDTH, STATES, PART, TRANSPOSED)
-        tl.store(place + tl.num_programs(0) * WIDTH * STATES, read, mask=ok)
+    for tile in tl.static_range((WIDTH + BLOCK - 1) // BLOCK):
+        channels = tile * BLOCK + c
+        ok = (channels < WIDTH)[:, None] & (n < STATES)[None, :]
+        tl.store(stored + tile * BLOCK * STATES + place, kept[tile], mask=ok)
+        read = LOAD(
+            values, scales, head_scales, row_head, channels, channels < WIDTH, WIDTH, STATES, BLOCK_N, TRANSPOSED
+        )
+        tl.store(stored + (tl.num_programs(0) * WIDTH + tile * BLOCK) * STATES + place, read, mask=ok)
 
 
 @triton.jit
-def _dot(
-    values, scales, head_scales, vector, out,
-    OPENED: tl.constexpr, DOT: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr,
+def _multiply(
+    values, scales, head_scales, vectors, out,
+    OPENED: tl.constexpr, PRODUCTS: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     row_head = tl.program_id(0).to(tl.int64)
-    c = tl.arange(0, BLOCK)
-    tile = OPENED(values, scales, head_scales, row_head, c, c < WIDTH, WIDTH, STATES, BLOCK_N, TRANSPOSED)
-    tl.store(out + row_head * WIDTH + c, DOT(tile, vector, 2, STATES, BLOCK_N), mask=c < WIDTH)
+    c, token = tl.arange(0, BLOCK), tl.arange(0, BLOCK_T)
+    tile = OPENED(values, scales, head_scales, row_head, c, c < WIDTH, WIDTH, STATES, BLOCK_N)
+    result = PRODUCTS(tile, vectors, 2 * STATES, 2, STATES, BLOCK_N, TOKENS, BLOCK_T)
+    place = out + (row_head * WIDTH + c[:, None]) * TOKENS + token[None, :]
+    tl.store(place, result, mask=(c < WIDTH)[:, None] & (token < TOKENS)[None, :])
 
 
 def _parts(name: str, rows: int, heads: int, channels: int, states: int, transposed: bool) -> dict[str, torch.Tensor]:
@@ -79,11 +83,11 @@ def _run(name: str, values: torch.Tensor, positions: torch.Tensor, transposed: b
     rows, heads, channels, states = values.shape
     parts = _parts(name, rows, heads, channels, states, transposed)
     stored = torch.zeros(2, *values.shape, device=DEVICE)
-    block_n, kernels = max(power_of_two(states), 16), FORMATS[name].kernels()
+    block_n, kernels = max(power_of_two(states), 32), FORMATS[name].kernels()
     _encode[(rows * heads,)](
         values, *_pointers(parts), stored, KEY, positions,
         STORE=kernels.store, LOAD=kernels.load, HEADS=heads, WIDTH=channels, STATES=states,
-        BLOCK=power_of_two(channels), PART=16, PARTS=block_n // 16, TRANSPOSED=transposed,
+        BLOCK=8, BLOCK_N=block_n, TRANSPOSED=transposed,
     )  # fmt: skip
     return parts, *stored
 
@@ -150,18 +154,20 @@ def test_a_transposed_state(name: str) -> None:
     assert torch.allclose(read, values, rtol=2**-7)
 
 
+@pytest.mark.parametrize(("tokens", "dtype"), [(1, torch.bfloat16), (3, torch.bfloat16), (3, torch.float32)], ids=str)
 @pytest.mark.parametrize(("channels", "states"), SHAPES)
 @pytest.mark.parametrize("name", NAMES)
-def test_products(name: str, channels: int, states: int) -> None:
+def test_products(name: str, channels: int, states: int, tokens: int, dtype: torch.dtype) -> None:
     """Sums of exact products in float32, in another order than the reference's."""
     values, generator = _values(channels, states), torch.Generator().manual_seed(1)
     parts, _, read = _run(name, values, torch.zeros(2, dtype=torch.int64, device=DEVICE))
-    vector = torch.randn(2 * states, generator=generator).to(DEVICE)
-    out, kernels = torch.zeros(2, 2, channels, device=DEVICE), FORMATS[name].kernels()
-    _dot[(4,)](
-        *_pointers(parts), vector, out, OPENED=kernels.opened, DOT=kernels.dot, WIDTH=channels, STATES=states,
-        BLOCK=power_of_two(channels), BLOCK_N=max(power_of_two(states), 16), TRANSPOSED=False,
+    vectors = torch.randn(tokens, 2 * states, generator=generator).to(DEVICE, dtype)
+    out, kernels = torch.zeros(2, 2, channels, tokens, device=DEVICE), FORMATS[name].kernels()
+    _multiply[(4,)](
+        *_pointers(parts), vectors, out, OPENED=kernels.opened, PRODUCTS=kernels.products, WIDTH=channels,
+        STATES=states, BLOCK=max(power_of_two(channels), 16), BLOCK_N=max(power_of_two(states), 32),
+        TOKENS=tokens, BLOCK_T=power_of_two(tokens),
     )  # fmt: skip
-    exact = read.double() @ vector[::2].double()
-    most = read.double().abs() @ vector[::2].double().abs()
+    taken = vectors[:, ::2].double().T
+    exact, most = read.double() @ taken, read.double().abs() @ taken.abs()
     assert ((out - exact).abs() <= states * 2**-24 * most).all()
