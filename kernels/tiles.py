@@ -8,12 +8,12 @@ __all__ = [
     "MIN_RECORDS",
     "RECORDS",
     "cut_product",
+    "due_rows",
     "exact_product",
     "largest_bits",
     "load_vectors",
     "magnitude_bits",
     "piece_of_due",
-    "rank_of_due",
     "record_slot",
     "saturated",
     "store_tiles",
@@ -33,17 +33,26 @@ def record_slot(start, age, CAPACITY: tl.constexpr):
 
 
 @triton.jit
-def rank_of_due(folds, listed, rows):
-    """1, 2, 3 and so on for those of the ``listed`` rows that are due, 0 for the others."""
-    due = tl.load(folds + listed, mask=listed < rows, other=0) > 0
-    return tl.where(due, tl.cumsum(due.to(tl.int32), 0), 0)
+def due_rows(folds, cursor, rows, LIST: tl.constexpr):
+    """LIST rows, those beside the program's own: which they are, 1, 2, 3 and so on for those that are due, 0 for the
+    others, the slot of the oldest record of each, and how many of its records are folded."""
+    listed = tl.program_id(1) * LIST + tl.arange(0, LIST)
+    ok = listed < rows
+    due = tl.load(folds + listed, mask=ok, other=0) > 0
+    starts = tl.load(cursor + listed * 3, mask=ok, other=0)
+    counts = tl.load(cursor + listed * 3 + 2, mask=ok, other=0)
+    return listed, tl.where(due, tl.cumsum(due.to(tl.int32), 0), 0), starts, counts
 
 
 @triton.jit
-def piece_of_due(piece, rank, listed, HEADS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr):
-    """Row (int64), head and first channel of a piece of the states of the rows that are due, TILES blocks per head."""
-    row = tl.sum(tl.where(rank == piece // (HEADS * TILES) + 1, listed, 0), 0).to(tl.int64)
-    return row, piece // TILES % HEADS, piece % TILES * BLOCK
+def piece_of_due(piece, due, HEADS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr):
+    """Of a piece of the states of the rows that are due, TILES blocks per head: row (int64), head, first channel, and
+    the row's oldest slot and count as in `due_rows`."""
+    listed, rank, starts, counts = due
+    mine = rank == piece // (HEADS * TILES) + 1
+    row = tl.sum(tl.where(mine, listed, 0), 0).to(tl.int64)
+    start, count = tl.sum(tl.where(mine, starts, 0), 0), tl.sum(tl.where(mine, counts, 0), 0)
+    return row, piece // TILES % HEADS, piece % TILES * BLOCK, start, count
 
 
 @triton.jit
@@ -70,18 +79,18 @@ def largest_bits(values):
 @triton.jit
 def store_tiles(
     STORE: tl.constexpr, values, scales, head_scales, row_head, first, states, key, position,
-    WIDTH: tl.constexpr, STATES: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """Write the states of channels from ``first`` on, tile after tile, by a format's ``store``; what it returns."""
-    block: tl.constexpr = states[0].shape[0]
     largest = largest_bits(states[0])
     for tile in tl.static_range(1, len(states)):
         largest = tl.maximum(largest, largest_bits(states[tile]))
     stored = ()
     for tile in tl.static_range(len(states)):
-        c = first + tile * block + tl.arange(0, block)
+        c = first + tile * BLOCK + tl.arange(0, BLOCK)
+        ok = (c < WIDTH) | (WIDTH % BLOCK == 0)
         written = STORE(
-            values, scales, head_scales, row_head, c, c < WIDTH, states[tile], largest, key, position,
+            values, scales, head_scales, row_head, c, ok, states[tile], largest, key, position,
             WIDTH, STATES, BLOCK_N, TRANSPOSED,
         )  # fmt: skip
         stored += (written,)  # type: ignore[assignment]
@@ -137,23 +146,18 @@ def load_vectors(
 
 
 @triton.jit
-def times_vectors(
-    states, place, token_stride, state_stride,
-    STATES: tl.constexpr, TOKENS: tl.constexpr, BLOCK_T: tl.constexpr,
-):  # fmt: skip
-    """States of channels ``[channels, n]`` times a vector per token, ``[channels, BLOCK_T]``, in float32.
+def times_vectors(states, vectors):
+    """States of channels ``[channels, n]`` times a vector per token ``[n, tokens]``, in float32.
 
     By matrix units where both have the same 16 bits, products being exact there.
     """
-    count: tl.constexpr = states.shape[1]
-    if states.dtype == place.dtype.element_ty and states.dtype.primitive_bitwidth == 16:
-        vectors = load_vectors(place, token_stride, state_stride, 0, STATES, count, 1, TOKENS, BLOCK_T)
-        return exact_product(states, vectors, tl.zeros([states.shape[0], BLOCK_T], tl.float32))
-    n, token = tl.arange(0, count), tl.arange(0, BLOCK_T)
-    wide, result = states.to(tl.float32), tl.zeros([states.shape[0], BLOCK_T], tl.float32)
-    for t in tl.static_range(TOKENS):
-        vector = tl.load(place + t * token_stride + n * state_stride, mask=n < STATES, other=0.0).to(tl.float32)
-        result = tl.where((token == t)[None, :], tl.sum(wide * vector[None, :], 1)[:, None], result)
+    if states.dtype == vectors.dtype and states.dtype.primitive_bitwidth == 16:
+        return exact_product(states, vectors, tl.zeros([states.shape[0], vectors.shape[1]], tl.float32))
+    token = tl.arange(0, vectors.shape[1])[None, :]
+    wide, result = states.to(tl.float32), tl.zeros([states.shape[0], vectors.shape[1]], tl.float32)
+    for t in tl.static_range(vectors.shape[1]):
+        vector = tl.sum(tl.where(token == t, vectors, 0.0).to(tl.float32), 1)
+        result = tl.where(token == t, tl.sum(wide * vector[None, :], 1)[:, None], result)
     return result
 
 

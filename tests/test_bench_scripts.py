@@ -222,7 +222,12 @@ def test_results_are_resumed_cell_by_cell(tmp_path: Path) -> None:
     again.put("a", {"x": 3}, second)
     assert not again.needs("a")
     assert again.needs("b")
-    assert Results(path).cells["a"] == {"x": 3, "environment": 1}
+    resumed.put("c", {"x": 4}, first)  # which was read before the last cell was written
+    assert Results(path).cells == {
+        "a": {"x": 3, "environment": 1},
+        "b": {"x": 2, "environment": 1},
+        "c": {"x": 4, "environment": 0},
+    }
 
 
 def test_the_budget_keeps_room_for_the_longest_cell(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ class Format(ABC):
         """The values, float32 ``[..., channels, states]``, exactly as they are stored."""
 
     def kernels(self) -> SimpleNamespace:
-        """Triton's functions ``load``, ``store``, ``opened`` and ``products``."""
+        """Triton's functions ``load``, ``store``, ``opened``, ``vectors`` and ``products``."""
         return _functions(self.tiles, self.store)
 
     def head_bytes(self, channels: int, states: int) -> int:
@@ -64,5 +64,5 @@ class Format(ABC):
 @functools.cache
 def _functions(tiles: str, store: str) -> SimpleNamespace:
     module = importlib.import_module(f"replay_transformers.kernels.formats.{tiles}")
-    names = {"load": "load", "store": store, "opened": "opened", "products": "products"}
+    names = {name: name for name in ("load", "opened", "vectors", "products")} | {"store": store}
     return SimpleNamespace(**{name: getattr(module, function) for name, function in names.items()})

@@ -6,10 +6,10 @@ import triton.language as tl
 from replay_transformers.kernels.formats import float16_sr, plain_tiles
 from replay_transformers.kernels.formats.rounding_tiles import round_stochastically, state_bits
 
-__all__ = ["load", "opened", "products", "store"]
+__all__ = ["load", "opened", "products", "store", "vectors"]
 
 MANTISSA, SMALLEST = tl.constexpr(float16_sr.MANTISSA), tl.constexpr(float16_sr.SMALLEST)
-opened, products = plain_tiles.opened, plain_tiles.products
+opened, vectors, products = plain_tiles.opened, plain_tiles.vectors, plain_tiles.products
 
 
 @triton.jit

@@ -18,6 +18,7 @@ __all__ = [
     "products",
     "store",
     "store_sr",
+    "vectors",
 ]
 
 CARRY, EXPONENT, LEAST = tl.constexpr(fp8.CARRY), tl.constexpr(fp8.EXPONENT), tl.constexpr(fp8.LEAST)
@@ -148,11 +149,16 @@ def _narrow(code):
 
 
 @triton.jit
-def products(
-    tile, vectors, token_stride, state_stride,
+def vectors(
+    place, token_stride, state_stride,
     STATES: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """The states of each channel times a vector per token, on matrix units."""
-    vectors = load_vectors(vectors, token_stride, state_stride, 0, STATES, BLOCK_N, 1, TOKENS, BLOCK_T)
-    result = exact_product(_narrow(tile[0]), vectors, tl.zeros([tile[0].shape[0], BLOCK_T], tl.float32))
-    return result * tile[1].to(tl.float32)[:, None]
+    """A vector per token."""
+    return (load_vectors(place, token_stride, state_stride, 0, STATES, BLOCK_N, 1, TOKENS, BLOCK_T),)
+
+
+@triton.jit
+def products(tile, vectors):
+    """The states of each channel times each vector, on matrix units."""
+    result = tl.zeros([tile[0].shape[0], vectors[0].shape[1]], tl.float32)
+    return exact_product(_narrow(tile[0]), vectors[0], result) * tile[1].to(tl.float32)[:, None]

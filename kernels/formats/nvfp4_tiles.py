@@ -7,7 +7,7 @@ from replay_transformers.kernels.formats import nvfp4
 from replay_transformers.kernels.formats.fp8_tiles import PTX, e4m3_code, e4m3_value, power_scale
 from replay_transformers.kernels.tiles import exact_product, load_vectors
 
-__all__ = ["load", "opened", "products", "store"]
+__all__ = ["load", "opened", "products", "store", "vectors"]
 
 BLOCK, HALF = tl.constexpr(nvfp4.BLOCK), tl.constexpr(nvfp4.BLOCK // 2)
 CARRY, EXPONENT, SIXTH = tl.constexpr(nvfp4.CARRY), tl.constexpr(nvfp4.EXPONENT), tl.constexpr(nvfp4.SIXTH)
@@ -129,17 +129,23 @@ def _narrow(packed, unit):
 
 
 @triton.jit
-def products(
-    tile, vectors, token_stride, state_stride,
+def vectors(
+    place, token_stride, state_stride,
     STATES: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """The states of each channel times a vector per token, on matrix units."""
-    channels: tl.constexpr = tile[0].shape[0]
+    """A vector per token: its even elements, then its odd ones."""
     half: tl.constexpr = BLOCK_N // 2
-    even = load_vectors(vectors, token_stride, state_stride, 0, STATES, half, 2, TOKENS, BLOCK_T)
-    odd = load_vectors(vectors, token_stride, state_stride, 1, STATES, half, 2, TOKENS, BLOCK_T)
+    even = load_vectors(place, token_stride, state_stride, 0, STATES, half, 2, TOKENS, BLOCK_T)
+    return even, load_vectors(place, token_stride, state_stride, 1, STATES, half, 2, TOKENS, BLOCK_T)
+
+
+@triton.jit
+def products(tile, vectors):
+    """The states of each channel times each vector, on matrix units."""
+    channels: tl.constexpr = tile[0].shape[0]
+    half: tl.constexpr = tile[0].shape[1]
     unit = (e4m3_value(tile[1]) * NARROW_SCALE).to(tl.bfloat16)
-    unit = tl.reshape(tl.broadcast_to(unit[:, :, None], [channels, BLOCK_N // BLOCK, HALF]), [channels, half])
+    unit = tl.reshape(tl.broadcast_to(unit[:, :, None], [channels, half // HALF, HALF]), [channels, half])
     lower, upper = _narrow(tile[0], unit)
-    result = exact_product(lower, even, tl.zeros([channels, BLOCK_T], tl.float32))
-    return exact_product(upper, odd, result) * (tile[2] * REST_SCALE)[:, None]
+    result = exact_product(lower, vectors[0], tl.zeros([channels, vectors[0].shape[1]], tl.float32))
+    return exact_product(upper, vectors[1], result) * (tile[2] * REST_SCALE)[:, None]

@@ -9,9 +9,9 @@ next to each other, not the states of a channel; for this format alone. Values a
 import triton
 import triton.language as tl
 
-from replay_transformers.kernels.tiles import saturated, times_vectors
+from replay_transformers.kernels.tiles import load_vectors, saturated, times_vectors
 
-__all__ = ["load", "opened", "products", "store"]
+__all__ = ["load", "opened", "products", "store", "vectors"]
 
 
 @triton.jit
@@ -62,12 +62,15 @@ def opened(
 
 
 @triton.jit
-def products(
-    tile, vectors, token_stride, state_stride,
+def vectors(
+    place, token_stride, state_stride,
     STATES: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """The states of each channel times a vector per token (a pointer, distances of tokens and of elements).
+    """A vector per token, as `products` takes them: a pointer, distances of tokens and of elements."""
+    return (load_vectors(place, token_stride, state_stride, 0, STATES, BLOCK_N, 1, TOKENS, BLOCK_T),)
 
-    Float32 ``[channels, BLOCK_T]``.
-    """
-    return times_vectors(tile[0], vectors, token_stride, state_stride, STATES, TOKENS, BLOCK_T)
+
+@triton.jit
+def products(tile, vectors):
+    """The states of each channel times each vector: float32 ``[channels, BLOCK_T]``."""
+    return times_vectors(tile[0], vectors[0])

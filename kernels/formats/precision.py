@@ -10,11 +10,22 @@ from replay_transformers.kernels.formats.base import Format
 from replay_transformers.kernels.formats.plain import PlainFormat
 from replay_transformers.kernels.formats.stored import State, StoredState
 
-__all__ = ["Operands", "Precision", "narrow_launch", "parts_of", "pointers", "state_operands"]
+__all__ = [
+    "NARROW_BLOCK",
+    "NARROW_STAGES",
+    "NARROW_WARPS",
+    "Operands",
+    "Precision",
+    "parts_of",
+    "pointers",
+    "state_operands",
+    "tiles_per_program",
+]
 
 NAMES = {made.dtype: name for name, made in FORMATS.items() if isinstance(made, PlainFormat)}
-# enough channels that what a program does once weighs little, where there are programs enough
-NARROW_BLOCK, NARROW_LEAST_BLOCK, MANY_HEADS, NARROW_WARPS = 32, 16, 2048, 1
+# where matrix units multiply narrow states: channels of a tile, warps of a program, tiles that it has under way, and
+# how many programs there should be, of more than one tile if these are enough
+NARROW_BLOCK, NARROW_WARPS, NARROW_STAGES, NARROW_PROGRAMS = 16, 1, 3, 16384
 
 
 @dataclass(frozen=True)
@@ -58,9 +69,10 @@ class Precision:
         return math.log(self.decay_skip) if self.decay_skip else 0.0
 
 
-def narrow_launch(heads: int) -> tuple[int, int]:
-    """Channels and warps of a program that multiplies a narrow state on matrix units; ``heads``: of all rows."""
-    return (NARROW_BLOCK if heads >= MANY_HEADS else NARROW_LEAST_BLOCK), NARROW_WARPS
+def tiles_per_program(heads: int, channels: int) -> int:
+    """Tiles of NARROW_BLOCK channels that a program goes through, where there are ``heads`` heads in all rows."""
+    tiles = -(-channels // NARROW_BLOCK)
+    return -(-tiles // min(tiles, -(-NARROW_PROGRAMS // heads)))
 
 
 def parts_of(state: State | None) -> tuple[str, list[torch.Tensor]]:

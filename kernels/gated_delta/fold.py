@@ -21,9 +21,9 @@ from replay_transformers.kernels.tiles import (
     MIN_RECORDS,
     RECORDS,
     cut_product,
+    due_rows,
     exact_product,
     piece_of_due,
-    rank_of_due,
     record_slot,
     saturated,
 )
@@ -85,7 +85,7 @@ def solve(
 def _tile(
     block, keys, values, solution, start, count, p_ok,
     WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, PART: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """Fold the ``count`` oldest records into ``block``, ``[STATES, BLOCK_V]``.
 
@@ -97,7 +97,9 @@ def _tile(
         ok = (begin + n < STATES)[:, None] & p_ok[None, :]
         part = tl.load(block + ((begin + n)[:, None] * WIDTH + p[None, :]), mask=ok, other=0.0)
         parts += (tl.trans(part.to(tl.float32)),)  # type: ignore[assignment]
-    parts = advanced(parts, keys, values, solution, start, count, p_ok, WIDTH, STATES, CAPACITY, BLOCK_V, BLOCK_K, PART)
+    parts = advanced(
+        parts, keys, values, solution, start, count, p_ok, WIDTH, STATES, CAPACITY, BLOCK_V, BLOCK_K, BLOCK_R, PART
+    )
     for begin in tl.static_range(0, BLOCK_K, PART):
         ok = (begin + n < STATES)[:, None] & p_ok[None, :]
         place = block + ((begin + n)[:, None] * WIDTH + p[None, :])
@@ -108,18 +110,18 @@ def _tile(
 def advanced(
     parts, keys, values, solution, start, count, p_ok,
     WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, PART: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """States of some channels ``[BLOCK_V, PART]``, in parts, after the ``count`` oldest records."""
     age, n, p = tl.arange(0, RECORDS), tl.arange(0, PART), tl.arange(0, BLOCK_V)
-    for first in tl.range(0, count, RECORDS, num_stages=1):
-        live = first + age < count
+    for first in tl.static_range(0, BLOCK_R, RECORDS):  # without a loop the next tile can be under way meanwhile
+        live, is_block = first + age < count, first + 0 * age < count
         slot = record_slot(start, tl.minimum(first + age, CAPACITY), CAPACITY)[:, None]
         value = tl.load(values + (slot * WIDTH + p[None, :]), mask=live[:, None] & p_ok[None, :], other=0.0)
         place = solution + first // RECORDS * SOLUTION
-        matrix = tl.load(place + (age[:, None] * RECORDS + age[None, :]))
-        gain = tl.load(place + (RECORDS * RECORDS + age))
-        decay = tl.load(place + RECORDS * (RECORDS + 1))
+        matrix = tl.load(place + (age[:, None] * RECORDS + age[None, :]), mask=is_block[:, None], other=0.0)
+        gain = tl.load(place + (RECORDS * RECORDS + age), mask=is_block, other=0.0)
+        decay = tl.where(first < count, tl.load(place + RECORDS * (RECORDS + 1)), 1.0)
         records, answers = (), tl.zeros([BLOCK_V, RECORDS], tl.float32)
         for begin in tl.static_range(0, BLOCK_K, PART):
             key_ok = live[:, None] & (begin + n < STATES)[None, :]
@@ -142,21 +144,23 @@ def advanced(
 def gated_delta_fold(
     state, ring_k, ring_v, solution, cursor, folds, rows,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PART: tl.constexpr, LIST: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PART: tl.constexpr, STAGES: tl.constexpr,
+    LIST: tl.constexpr,
 ):  # fmt: skip
-    """LIST: rows whose tiles a program shares with those beside it; PART: rows of a tile that enter one product."""
+    """LIST: rows whose tiles a program shares with those beside it; PART: rows of a tile that enter one product.
+
+    STAGES: tiles that are under way at a time.
+    """
     tiles: tl.constexpr = (WIDTH + BLOCK_V - 1) // BLOCK_V
-    listed = tl.program_id(1) * LIST + tl.arange(0, LIST)
-    rank = rank_of_due(folds, listed, rows)
-    pieces = tl.max(rank, 0) * (HEADS * tiles)
-    for piece in tl.range(tl.program_id(0), pieces, tl.num_programs(0)):
-        row, head, first = piece_of_due(piece, rank, listed, HEADS, tiles, BLOCK_V)
+    due = due_rows(folds, cursor, rows, LIST)
+    end = tl.max(due[1], 0) * (HEADS * tiles)
+    for piece in tl.range(tl.program_id(0), end, tl.num_programs(0), num_stages=STAGES):
+        row, head, first, start, count = piece_of_due(piece, due, HEADS, tiles, BLOCK_V)
         row_head = row * HEADS + head
-        start, count = tl.load(cursor + row * 3), tl.load(cursor + row * 3 + 2)
         keys = ring_k + (row * (HEADS // GROUP) + head // GROUP) * (CAPACITY * STATES)
         block, values = state + (row_head * (STATES * WIDTH) + first), ring_v + (row_head * (CAPACITY * WIDTH) + first)
-        p_ok = first + tl.arange(0, BLOCK_V) < WIDTH
+        p_ok = (first + tl.arange(0, BLOCK_V) < WIDTH) | (WIDTH % BLOCK_V == 0)
         _tile(
             block, keys, values, solution + row_head * (BLOCK_R // RECORDS * SOLUTION), start, count, p_ok,
-            WIDTH, STATES, CAPACITY, BLOCK_V, BLOCK_K, PART,
+            WIDTH, STATES, CAPACITY, BLOCK_V, BLOCK_K, BLOCK_R, PART,
         )  # fmt: skip

@@ -14,7 +14,14 @@ from replay_transformers.kernels.gated_delta.read import (
 from replay_transformers.kernels.gated_delta.update import NORM_EPSILON
 from replay_transformers.kernels.tiles import RECORDS, exact_product, record_slot
 
-__all__ = ["deltas_of_records", "finish", "gated_delta_prepare", "gated_delta_step", "rows_of_factors"]
+__all__ = [
+    "among_tokens",
+    "deltas_of_records",
+    "finish",
+    "gated_delta_prepare",
+    "gated_delta_step",
+    "rows_of_factors",
+]
 
 
 @triton.jit
@@ -207,32 +214,46 @@ def gated_delta_step(
                 product(rows_of_factors(factors + (begin + age)[None, :], BLOCK_R, TOKENS), d, 0.0), BLOCK_V
             )
             answer_k, answer_q = answer_k + known_k, answer_q + known_q
+    among = among_tokens(
+        beta + row * beta_row + head * beta_head, beta_token, own_coefficient, row_head, TOKENS, BLOCK_T, most
+    )
     finish(
-        answer_k, answer_q, value, beta + row * beta_row + head * beta_head, own_coefficient, ring_v, ring_d, y,
-        start, past, row_head, first, beta_token,
-        HEADS, WIDTH, CAPACITY, BLOCK_V, TOKENS, BLOCK_T,
+        answer_k, answer_q, value, among, ring_v, ring_d, y, start, past, row_head, first,
+        HEADS, WIDTH, CAPACITY, BLOCK_V, TOKENS,
     )  # fmt: skip
 
 
 @triton.jit
+def among_tokens(
+    beta, beta_token, own_coefficient, row_head, TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, MOST: tl.constexpr
+):
+    """What `finish` takes: rates of the step's tokens ``[MOST]``, and of each token what keys and queries get of it."""
+    token = tl.arange(0, MOST)
+    token_ok = token < TOKENS
+    among = (tl.load(beta + token * beta_token, mask=token_ok, other=0.0).to(tl.float32),)
+    weights = own_coefficient + row_head * (2 * TOKENS * BLOCK_T) + token * (2 * BLOCK_T)
+    for t in tl.static_range(TOKENS):
+        among += (tl.load(weights + t, mask=token_ok, other=0.0),)  # type: ignore[assignment]
+        among += (tl.load(weights + BLOCK_T + t, mask=token_ok, other=0.0),)  # type: ignore[assignment]
+    return among
+
+
+@triton.jit
 def finish(
-    answer_k, answer_q, value, beta, own_coefficient, ring_v, ring_d, y,
-    start, past, row_head, first, beta_token,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, CAPACITY: tl.constexpr,
-    BLOCK_V: tl.constexpr, TOKENS: tl.constexpr, BLOCK_T: tl.constexpr,
+    answer_k, answer_q, value, among, ring_v, ring_d, y, start, past, row_head, first,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, CAPACITY: tl.constexpr, BLOCK_V: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """From what the past answers ``[tokens or 8, BLOCK_V]`` to outputs and records, by forward substitution."""
     p, token = tl.arange(0, BLOCK_V), tl.arange(0, answer_k.shape[0])
     p_ok, token_ok = first + p < WIDTH, token < TOKENS
     out_ok = token_ok[:, None] & p_ok[None, :]
-    rate = tl.load(beta + token * beta_token, mask=token_ok, other=0.0).to(tl.float32)
-    weights = own_coefficient + row_head * (2 * TOKENS * BLOCK_T) + token * (2 * BLOCK_T)
+    rate = among[0]
     deltas = rate[:, None] * (value.to(tl.float32) - answer_k)
     for t in tl.static_range(TOKENS):
         delta = tl.sum(tl.where((token == t)[:, None], deltas, 0.0), 0)
         if t + 1 < TOKENS:
-            deltas -= (tl.load(weights + t, mask=token_ok, other=0.0) * rate)[:, None] * delta[None, :]
-        answer_q += tl.load(weights + BLOCK_T + t, mask=token_ok, other=0.0)[:, None] * delta[None, :]
+            deltas -= (among[1 + 2 * t] * rate)[:, None] * delta[None, :]
+        answer_q += among[2 + 2 * t][:, None] * delta[None, :]
     row, head = row_head // HEADS, row_head % HEADS
     out = y + (row * TOKENS * HEADS + head) * WIDTH + first + (token[:, None] * (HEADS * WIDTH) + p[None, :])
     tl.store(out, answer_q.to(y.dtype.element_ty), mask=out_ok)

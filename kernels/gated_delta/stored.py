@@ -10,8 +10,8 @@ import triton.language as tl
 
 from replay_transformers.kernels.gated_delta.fold import SOLUTION, advanced
 from replay_transformers.kernels.gated_delta.read import halves, product
-from replay_transformers.kernels.gated_delta.step import deltas_of_records, finish, rows_of_factors
-from replay_transformers.kernels.tiles import RECORDS, piece_of_due, rank_of_due, store_tiles
+from replay_transformers.kernels.gated_delta.step import among_tokens, deltas_of_records, finish, rows_of_factors
+from replay_transformers.kernels.tiles import RECORDS, due_rows, exact_product, piece_of_due, store_tiles
 
 __all__ = ["gated_delta_stored_fold", "gated_delta_stored_step"]
 
@@ -24,56 +24,62 @@ def gated_delta_stored_step(
     k_row, k_token, k_head, k_state,
     v_row, v_token, v_head, v_channel,
     beta_row, beta_token, beta_head,
-    OPENED: tl.constexpr, PRODUCTS: tl.constexpr,
+    OPENED: tl.constexpr, VECTORS: tl.constexpr, PRODUCTS: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, AGES: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, SKIP: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, TILES: tl.constexpr,
+    STAGES: tl.constexpr, TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, SKIP: tl.constexpr,
 ):  # fmt: skip
-    """SKIP: heads whose states count for nothing in this step do not read them."""
-    tiles: tl.constexpr = (WIDTH + BLOCK_V - 1) // BLOCK_V
+    """TILES: of BLOCK_V channels, that a program goes through; STAGES: of them that are under way at a time.
+
+    SKIP: heads whose states count for nothing in this step do not read them.
+    """
+    pieces: tl.constexpr = (WIDTH + BLOCK_V * TILES - 1) // (BLOCK_V * TILES)
     most: tl.constexpr = RECORDS // 2 if TOKENS > 1 else 1
-    first = (tl.program_id(0) % tiles) * BLOCK_V
-    row_head = (tl.program_id(0) // tiles).to(tl.int64)
-    head = ((tl.program_id(0) // tiles) % HEADS).to(tl.int32)
+    begin = (tl.program_id(0) % pieces) * (BLOCK_V * TILES)
+    row_head = (tl.program_id(0) // pieces).to(tl.int64)
+    head = ((tl.program_id(0) // pieces) % HEADS).to(tl.int32)
     row = row_head // HEADS
     key_head = head // GROUP
-    p, token, age = tl.arange(0, BLOCK_V), tl.arange(0, most), tl.arange(0, AGES)
-    p_ok = first + p < WIDTH
-    out_ok = (token < TOKENS)[:, None] & p_ok[None, :]
-    gains = gain + row_head * (2 * TOKENS)
-    ok = p_ok
-    if SKIP:
-        ok = p_ok & (tl.load(gains + 0 * p) > 0.0)
-    tile = OPENED(values, scales, head_scales, row_head, first + p, ok, WIDTH, STATES, BLOCK_K)
+    p, token, age, which = tl.arange(0, BLOCK_V), tl.arange(0, most), tl.arange(0, BLOCK_R), tl.arange(0, 2)
+    token_ok = (token < TOKENS)[:, None]
     start, past, folded = tl.load(cursor + row * 3), tl.load(cursor + row * 3 + 1), tl.load(cursor + row * 3 + 2)
-    new_v = v + row * v_row + head * v_head + (token[:, None] * v_token + (first + p)[None, :] * v_channel)
-    value = tl.load(new_v, mask=out_ok, other=0.0)
-
+    gains = gain + row_head * (2 * TOKENS) + token[:, None]
+    gain_k = tl.load(gains, mask=token_ok, other=0.0)
+    gain_q = tl.load(gains + TOKENS, mask=token_ok, other=0.0)
+    counts = tl.load(gain + (row_head * (2 * TOKENS) + 0 * p)) > 0.0
+    keys = VECTORS(k + row * k_row + key_head * k_head, k_token, k_state, STATES, BLOCK_K, TOKENS, most)
+    queries = VECTORS(q + row * q_row + key_head * q_head, q_token, q_state, STATES, BLOCK_K, TOKENS, most)
     factors = coefficient + row_head * (2 * TOKENS * BLOCK_R)
-    records = ring_d + (row_head * (CAPACITY * WIDTH) + first)
-    answer_k, answer_q = tl.zeros([most, BLOCK_V], tl.float32), tl.zeros([most, BLOCK_V], tl.float32)
-    for begin in tl.static_range(0, BLOCK_R, AGES):
-        d = deltas_of_records(records, start, folded, past, begin + age, p, p_ok, WIDTH, CAPACITY)
+    if TOKENS == 1:
+        factor = tl.load(factors + (which[None, :] * BLOCK_R + age[:, None]))
+    else:
+        factor = rows_of_factors(factors + age[None, :], BLOCK_R, TOKENS)
+    among = among_tokens(
+        beta + row * beta_row + head * beta_head, beta_token, own_coefficient, row_head, TOKENS, BLOCK_T, most
+    )
+    new, records = v + row * v_row + head * v_head, ring_d + row_head * (CAPACITY * WIDTH)
+    for first in tl.range(begin, begin + BLOCK_V * TILES, BLOCK_V, num_stages=STAGES):
+        c = first + p
+        ok = (c < WIDTH) | (WIDTH % BLOCK_V == 0)
+        read_ok = ok
+        if SKIP:
+            read_ok = ok & counts
+        tile = OPENED(values, scales, head_scales, row_head, c, read_ok, WIDTH, STATES, BLOCK_K)
+        d = deltas_of_records(records, start, folded, past, age, c, ok, WIDTH, CAPACITY)
+        value = tl.load(
+            new + (token[:, None] * v_token + c[None, :] * v_channel), mask=token_ok & ok[None, :], other=0.0
+        )
+        answer_k, answer_q = tl.trans(PRODUCTS(tile, keys)) * gain_k, tl.trans(PRODUCTS(tile, queries)) * gain_q
         if TOKENS == 1:
-            known = tl.sum(d.to(tl.float32) * tl.load(factors + (begin + age))[:, None], 0)
-            answer_k += known[None, :]
-            known = tl.sum(d.to(tl.float32) * tl.load(factors + (BLOCK_R + begin + age))[:, None], 0)
-            answer_q += known[None, :]
+            known_k, known_q = tl.split(exact_product(tl.trans(d), factor, tl.zeros([BLOCK_V, 2], tl.float32)))
+            answer_k, answer_q = answer_k + known_k[None, :], answer_q + known_q[None, :]
         else:
-            known_k, known_q = halves(
-                product(rows_of_factors(factors + (begin + age)[None, :], BLOCK_R, TOKENS), d, 0.0), BLOCK_V
-            )
+            known_k, known_q = halves(product(factor, d, 0.0), BLOCK_V)
             answer_k, answer_q = answer_k + known_k, answer_q + known_q
-    new_k, new_q = k + row * k_row + key_head * k_head, q + row * q_row + key_head * q_head
-    carried = PRODUCTS(tile, new_k, k_token, k_state, STATES, BLOCK_K, TOKENS, most)
-    answer_k += tl.trans(carried) * tl.load(gains + token, mask=token < TOKENS, other=0.0)[:, None]
-    carried = PRODUCTS(tile, new_q, q_token, q_state, STATES, BLOCK_K, TOKENS, most)
-    answer_q += tl.trans(carried) * tl.load(gains + (TOKENS + token), mask=token < TOKENS, other=0.0)[:, None]
-    finish(
-        answer_k, answer_q, value, beta + row * beta_row + head * beta_head, own_coefficient, ring_v, ring_d, y,
-        start, past, row_head, first, beta_token,
-        HEADS, WIDTH, CAPACITY, BLOCK_V, TOKENS, BLOCK_T,
-    )  # fmt: skip
+        finish(
+            answer_k, answer_q, value, among, ring_v, ring_d, y, start, past, row_head, first,
+            HEADS, WIDTH, CAPACITY, BLOCK_V, TOKENS,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "key"])
@@ -84,41 +90,45 @@ def gated_delta_stored_fold(
     TRANSPOSED: tl.constexpr, COPY_TRANSPOSED: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-    TILES: tl.constexpr, LIST: tl.constexpr, SKIP: tl.constexpr, HAS_COPY: tl.constexpr,
+    TILES: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
+    LIST: tl.constexpr, SKIP: tl.constexpr, HAS_COPY: tl.constexpr,
 ):  # fmt: skip
-    """LIST: rows whose pieces a program shares with those beside it; TILES: of BLOCK_V channels, that make a piece."""
+    """LIST: rows whose pieces a program shares with those beside it; TILES: of BLOCK_V channels, that make a piece.
+
+    STAGES: pieces that are under way at a time.
+    """
     pieces: tl.constexpr = (WIDTH + BLOCK_V * TILES - 1) // (BLOCK_V * TILES)
     p = tl.arange(0, BLOCK_V)
-    listed = tl.program_id(1) * LIST + tl.arange(0, LIST)
-    rank = rank_of_due(folds, listed, rows)
-    for piece in tl.range(tl.program_id(0), tl.max(rank, 0) * (HEADS * pieces), tl.num_programs(0)):
-        row, head, first = piece_of_due(piece, rank, listed, HEADS, pieces, BLOCK_V * TILES)
+    due = due_rows(folds, cursor, rows, LIST)
+    end = tl.max(due[1], 0) * (HEADS * pieces)
+    for piece in tl.range(tl.program_id(0), end, tl.num_programs(0), num_stages=STAGES):
+        row, head, first, start, count = piece_of_due(piece, due, HEADS, pieces, BLOCK_V * TILES)
         row_head = row * HEADS + head
-        start, count = tl.load(cursor + row * 3), tl.load(cursor + row * 3 + 2)
         keys = ring_k + (row * (HEADS // GROUP) + head // GROUP) * (CAPACITY * STATES)
         solved = solution + row_head * (BLOCK_R // RECORDS * SOLUTION)
         records = ring_v + (row_head * (CAPACITY * WIDTH) + first)
         states = ()
         for tile in tl.static_range(TILES):
             c = first + tile * BLOCK_V + p
-            c_ok = c < WIDTH
+            c_ok = (c < WIDTH) | (WIDTH % BLOCK_V == 0)
             ok = c_ok
             if SKIP:
                 ok = c_ok & (tl.load(solved + (RECORDS * (RECORDS + 1) + 0 * p)) >= 0.0)
             s = LOAD(values, scales, head_scales, row_head, c, ok, WIDTH, STATES, BLOCK_K, TRANSPOSED)
             states += advanced(
                 (s,), keys, records + tile * BLOCK_V, solved, start, count, c_ok,
-                WIDTH, STATES, CAPACITY, BLOCK_V, BLOCK_K, BLOCK_K,
+                WIDTH, STATES, CAPACITY, BLOCK_V, BLOCK_K, BLOCK_R, BLOCK_K,
             )  # fmt: skip
-        # a thread must not overwrite what another has yet to read
-        tl.debug_barrier()
+        if WARPS > 1:
+            # a warp must not overwrite what another has yet to read; else the next piece can be under way by now
+            tl.debug_barrier()
         position = tl.load(base + row) + count
         states = store_tiles(
-            STORE, values, scales, head_scales, row_head, first, states, key, position,
+            STORE, values, scales, head_scales, row_head, first, states, key, position, BLOCK_V,
             WIDTH, STATES, BLOCK_K, TRANSPOSED,
         )  # fmt: skip
         if HAS_COPY:
             store_tiles(
                 STORE_COPY, copy_values, copy_scales, copy_head_scales, row_head, first, states, key, position,
-                WIDTH, STATES, BLOCK_K, COPY_TRANSPOSED,
+                BLOCK_V, WIDTH, STATES, BLOCK_K, COPY_TRANSPOSED,
             )  # fmt: skip

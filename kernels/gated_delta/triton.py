@@ -32,11 +32,14 @@ import triton
 
 from replay_transformers.kernels.formats.plain import PlainFormat
 from replay_transformers.kernels.formats.precision import (
+    NARROW_BLOCK,
+    NARROW_STAGES,
+    NARROW_WARPS,
     Precision,
-    narrow_launch,
     parts_of,
     pointers,
     state_operands,
+    tiles_per_program,
 )
 from replay_transformers.kernels.formats.stored import State, StoredState
 from replay_transformers.kernels.gated_delta.fold import SOLUTION, gated_delta_fold
@@ -60,10 +63,9 @@ LEAST_CHANNELS, LEAST_DEPTH = 16, 32  # of products on matrix units: 16 terms; n
 DEPTH = 256  # bytes of the state that a thread has under way, where there is one token
 CHUNK, STAGES = 16, 3  # rows of the state per matrix product, and how many products are under way
 # of the fold: channels of a tile, also where a program has all of a head, states per product, programs at most, and
-# rows that they share; warps and registers of a program, for both
+# rows that they share; warps of a program and tiles that it has under way, for both
 FOLD_BLOCK, HEAD_BLOCK, FOLD_PART, FOLD_PROGRAMS, FOLD_LIST = 16, 128, 64, 4224, 256
-FOLD_LAUNCH: dict[str, int | None] = {"num_warps": 2, "maxnreg": 128}
-HEAD_LAUNCH: dict[str, int | None] = {"num_warps": 8, "maxnreg": None}
+FOLD_WARPS, HEAD_WARPS, FOLD_STAGES, HEAD_STAGES = 1, 8, 2, 1
 
 
 def _run(
@@ -91,10 +93,8 @@ def _run(
     group, fold, device = heads // key_heads, folds is not None, q.device
     block_r, block_t = power_of_two(max(max_records, MIN_RECORDS)), power_of_two(tokens)
     chosen = choose("gated_delta", device, rows * heads, tokens, width, states)
-    is_plain = precision is None or precision.is_read_plainly
-    block_v, warps = (chosen.block, chosen.warps) if is_plain else narrow_launch(rows * heads)
-    share, block_v = heads_per_program(chosen.share, group), max(min(block_v, power_of_two(width)), LEAST_CHANNELS)
-    block_k = max(power_of_two(states), LEAST_DEPTH)
+    share, block_v = heads_per_program(chosen.share, group), min(chosen.block, power_of_two(width))
+    block_v, block_k = max(block_v, LEAST_CHANNELS), max(power_of_two(states), LEAST_DEPTH)
     skips = precision is not None and precision.decay_skip > 0
     folds_first = fold and precision is not None
 
@@ -118,13 +118,15 @@ def _run(
         SHARE=share, TOKENS=tokens, BLOCK_T=block_t, FOLD=fold, FOLD_FIRST=folds_first, SKIP=skips,
         **sizes, num_warps=chosen.share_warps,
     )  # fmt: skip
-    source, programs = readout or checkpoint, rows * heads * triton.cdiv(width, block_v)
-    needs_heads = precision is not None and precision.needs_heads
-    fold_v = max(min(HEAD_BLOCK if needs_heads else FOLD_BLOCK, power_of_two(width)), LEAST_CHANNELS)
-    tiles = triton.cdiv(width, fold_v) if needs_heads else 1
+    source = readout or checkpoint
+    fold_v, tiles, fold_warps, stages = min(FOLD_BLOCK, power_of_two(width)), 1, FOLD_WARPS, FOLD_STAGES
+    if precision is not None and precision.needs_heads:
+        fold_v, fold_warps, stages = min(HEAD_BLOCK, power_of_two(width)), HEAD_WARPS, HEAD_STAGES
+        tiles = triton.cdiv(width, fold_v)
+    fold_v = max(fold_v, LEAST_CHANNELS)
     pieces, lists = rows * heads * triton.cdiv(width, fold_v * tiles), triton.cdiv(rows, FOLD_LIST)
     fold_grid = (triton.cdiv(min(FOLD_PROGRAMS, pieces), lists), lists)
-    fold_sizes = {"WIDTH": width, "BLOCK_V": fold_v, "LIST": FOLD_LIST}
+    fold_sizes = {"WIDTH": width, "BLOCK_V": fold_v, "STAGES": stages, "LIST": FOLD_LIST}
     if fold and precision is not None:
         written = [form.kernels() for form in precision.written]
         transposed = [isinstance(form, PlainFormat) for form in precision.written]
@@ -132,39 +134,31 @@ def _run(
             *pointers(checkpoint), *pointers(source), ring_k, ring_v, solution, cursor, base, folds, rows,
             precision.key, LOAD=written[0].load, STORE=written[0].store, STORE_COPY=written[-1].store,
             HAS_COPY=bool(readout), TRANSPOSED=transposed[0], COPY_TRANSPOSED=transposed[-1], TILES=tiles, SKIP=skips,
-            **fold_sizes, **sizes, **(HEAD_LAUNCH if needs_heads else FOLD_LAUNCH),
+            WARPS=fold_warps, **fold_sizes, **sizes, num_warps=fold_warps,
         )  # fmt: skip
     operands = (
         q, k, v, beta, ring_v, ring_d, coefficient, own, gain, cursor, y,
         *q.stride(), *k.stride(), *v.stride(), *beta.stride(),
     )  # fmt: skip
-    step_sizes = {"WIDTH": width, "BLOCK_V": block_v, "AGES": MIN_RECORDS, "TOKENS": tokens, "BLOCK_T": block_t}
-    if is_plain:
-        under_way = max(1, min(block_k, warps * 32 * DEPTH // (source[0].itemsize * block_v)))
-        gated_delta_step[(programs,)](
-            source[0], *operands, ROWS=under_way, CHUNK=min(CHUNK, block_k), STAGES=STAGES, FOLD_FIRST=folds_first,
-            SKIP=skips, **step_sizes, **sizes, num_warps=warps,
+    step_sizes = {"WIDTH": width, "TOKENS": tokens, "BLOCK_T": block_t, "SKIP": skips}
+    if precision is None or precision.is_read_plainly:
+        under_way = max(1, min(block_k, chosen.warps * 32 * DEPTH // (source[0].itemsize * block_v)))
+        gated_delta_step[(rows * heads * triton.cdiv(width, block_v),)](
+            source[0], *operands, BLOCK_V=block_v, AGES=MIN_RECORDS, ROWS=under_way, CHUNK=min(CHUNK, block_k),
+            STAGES=STAGES, FOLD_FIRST=folds_first, **step_sizes, **sizes, num_warps=chosen.warps,
         )  # fmt: skip
-    elif precision is not None:
+    else:
         form = precision.read.kernels()
-        gated_delta_stored_step[(programs,)](
-            *pointers(source), *operands, OPENED=form.opened, PRODUCTS=form.products, SKIP=skips,
-            **step_sizes, **sizes, num_warps=warps,
+        tiles = tiles_per_program(rows * heads, width)
+        gated_delta_stored_step[(rows * heads * triton.cdiv(width, NARROW_BLOCK * tiles),)](
+            *pointers(source), *operands, OPENED=form.opened, VECTORS=form.vectors, PRODUCTS=form.products,
+            BLOCK_V=NARROW_BLOCK, TILES=tiles, STAGES=NARROW_STAGES, **step_sizes, **sizes, num_warps=NARROW_WARPS,
         )  # fmt: skip
     if fold and precision is None:
         gated_delta_fold[fold_grid](
-            checkpoint[0],
-            ring_k,
-            ring_v,
-            solution,
-            cursor,
-            folds,
-            rows,
-            PART=min(FOLD_PART, block_k),
-            **fold_sizes,
-            **sizes,
-            **FOLD_LAUNCH,
-        )
+            checkpoint[0], ring_k, ring_v, solution, cursor, folds, rows, PART=min(FOLD_PART, block_k),
+            **fold_sizes, **sizes, num_warps=fold_warps,
+        )  # fmt: skip
     return y
 
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from replay_transformers.kernels.tiles import exact_product, record_slot, saturated, times_vectors
+from replay_transformers.kernels.tiles import exact_product, record_slot, saturated
 
 __all__ = ["change_of_states", "mamba2_prepare", "mamba2_step", "of_records"]
 
@@ -201,12 +201,11 @@ def mamba2_step(
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, AGES: tl.constexpr,
     COLUMNS: tl.constexpr, PART: tl.constexpr, TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, FOLD: tl.constexpr,
-    ON_MATRIX_UNITS: tl.constexpr, SKIP: tl.constexpr,
+    SKIP: tl.constexpr,
 ):  # fmt: skip
     """COLUMNS: of the state, that different threads read: sums over states are sums in each thread first.
 
-    ON_MATRIX_UNITS: the state, of 16 bits like the queries, is multiplied there: as narrow as it is, memory would be
-    faster than sums in threads. SKIP: heads whose states count for nothing in this step do not read them.
+    SKIP: heads whose states count for nothing in this step do not read them.
     """
     tiles: tl.constexpr = (WIDTH + BLOCK_P - 1) // BLOCK_P
     first = (tl.program_id(0) % tiles) * BLOCK_P
@@ -226,32 +225,24 @@ def mamba2_step(
         read_ok = p_ok & (tl.load(gains + 0 * p) > 0.0)
     # the state last: Triton then leaves it in the threads that read it, and moves the queries there
     queries, scales = (), ()
-    for t in tl.static_range(0 if ON_MATRIX_UNITS else TOKENS):
+    for t in tl.static_range(TOKENS):
         place = query + (t * c_token + n[None, :, :] * c_state)
         queries += (tl.load(place, mask=n_ok, other=0.0),)  # type: ignore[assignment]
         scales += (tl.load(gains + t),)  # type: ignore[assignment]
     start, past = tl.load(cursor + row * 3), tl.load(cursor + row * 3 + 1)
-    if ON_MATRIX_UNITS:
-        factors = tl.load(gains + token, mask=token < TOKENS, other=0.0)
-        i = tl.arange(0, BLOCK_N)[None, :]
-        s = tl.load(block + (p[:, None] * STATES + i), mask=read_ok[:, None] & (i < STATES), other=0.0)
-    else:
-        s = tl.load(block + (p[:, None, None] * STATES + n[None, :, :]), mask=read_ok[:, None, None] & n_ok, other=0.0)
-        # nothing that waits for another load is put before the last one of the state
-        tl.debug_barrier()
-        s = s.to(tl.float32)
+    s = tl.load(block + (p[:, None, None] * STATES + n[None, :, :]), mask=read_ok[:, None, None] & n_ok, other=0.0)
+    # nothing that waits for another load is put before the last one of the state
+    tl.debug_barrier()
+    s = s.to(tl.float32)
     records = ring_x + row_head * (CAPACITY * WIDTH) + first
     known = of_records(
         x + row * x_row + head * x_head + first * x_channel, records, coefficient + row_head * (TOKENS * 2 * BLOCK_R),
         start, past, p_ok, x_token, x_channel, WIDTH, CAPACITY, BLOCK_P, BLOCK_R, AGES, TOKENS, BLOCK_T,
     )  # fmt: skip
     result = tl.zeros([BLOCK_P, BLOCK_T], tl.float32)
-    if ON_MATRIX_UNITS:
-        result = times_vectors(s, query, c_token, c_state, STATES, TOKENS, BLOCK_T) * factors[None, :]
-    else:
-        for t in tl.static_range(TOKENS):
-            carried = tl.sum(tl.sum(s * (queries[t].to(tl.float32) * scales[t]), 1), 1)
-            result = tl.where((token == t)[None, :], carried[:, None], result)
+    for t in tl.static_range(TOKENS):
+        carried = tl.sum(tl.sum(s * (queries[t].to(tl.float32) * scales[t]), 1), 1)
+        result = tl.where((token == t)[None, :], carried[:, None], result)
     out = y + (row * TOKENS * HEADS + head) * WIDTH + first + (token[None, :] * (HEADS * WIDTH) + p[:, None])
     tl.store(out, (result + known).to(y.dtype.element_ty), mask=p_ok[:, None] & (token < TOKENS)[None, :])
 

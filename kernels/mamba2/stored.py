@@ -7,8 +7,15 @@ reads out of any format. The functions of the formats are given to them, see `fo
 import triton
 import triton.language as tl
 
-from replay_transformers.kernels.mamba2.step import change_of_states, of_records
-from replay_transformers.kernels.tiles import piece_of_due, rank_of_due, store_tiles
+from replay_transformers.kernels.mamba2.step import change_of_states
+from replay_transformers.kernels.tiles import (
+    RECORDS,
+    due_rows,
+    exact_product,
+    piece_of_due,
+    record_slot,
+    store_tiles,
+)
 
 __all__ = ["mamba2_stored_fold", "mamba2_stored_step"]
 
@@ -18,34 +25,53 @@ def mamba2_stored_step(
     values, scales, head_scales, x, C, ring_x, coefficient, carry, cursor, y,
     x_row, x_token, x_head, x_channel,
     c_row, c_token, c_group, c_state,
-    OPENED: tl.constexpr, PRODUCTS: tl.constexpr,
+    OPENED: tl.constexpr, VECTORS: tl.constexpr, PRODUCTS: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, AGES: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, SKIP: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, TILES: tl.constexpr,
+    STAGES: tl.constexpr, TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, SKIP: tl.constexpr,
 ):  # fmt: skip
-    """SKIP: heads whose states count for nothing in this step do not read them."""
-    tiles: tl.constexpr = (WIDTH + BLOCK_P - 1) // BLOCK_P
-    first = (tl.program_id(0) % tiles) * BLOCK_P
-    row_head = (tl.program_id(0) // tiles).to(tl.int64)
-    head = ((tl.program_id(0) // tiles) % HEADS).to(tl.int32)
+    """TILES: of BLOCK_P channels, that a program goes through; STAGES: of them that are under way at a time.
+
+    SKIP: heads whose states count for nothing in this step do not read them.
+    """
+    pieces: tl.constexpr = (WIDTH + BLOCK_P * TILES - 1) // (BLOCK_P * TILES)
+    begin = (tl.program_id(0) % pieces) * (BLOCK_P * TILES)
+    row_head = (tl.program_id(0) // pieces).to(tl.int64)
+    head = ((tl.program_id(0) // pieces) % HEADS).to(tl.int32)
     row = row_head // HEADS
-    p, token = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_T)
-    p_ok = (first + p < WIDTH) | (WIDTH % BLOCK_P == 0)
-    ok = p_ok
-    if SKIP:
-        ok = p_ok & (tl.load(carry + (row_head * TOKENS + 0 * p)) > 0.0)
-    tile = OPENED(values, scales, head_scales, row_head, first + p, ok, WIDTH, STATES, BLOCK_N)
+    p, token, age = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_R)
+    own_token = tl.arange(0, RECORDS if TOKENS > 1 else 1)
+    token_ok, own_ok = (token < TOKENS)[None, :], (own_token < TOKENS)[:, None]
     start, past = tl.load(cursor + row * 3), tl.load(cursor + row * 3 + 1)
-    result = of_records(
-        x + row * x_row + head * x_head + first * x_channel, ring_x + row_head * (CAPACITY * WIDTH) + first,
-        coefficient + row_head * (TOKENS * 2 * BLOCK_R), start, past, p_ok, x_token, x_channel,
-        WIDTH, CAPACITY, BLOCK_P, BLOCK_R, AGES, TOKENS, BLOCK_T,
-    )  # fmt: skip
-    queries = C + row * c_row + (head // GROUP) * c_group
-    gains = tl.load(carry + row_head * TOKENS + token, mask=token < TOKENS, other=0.0)
-    result += PRODUCTS(tile, queries, c_token, c_state, STATES, BLOCK_N, TOKENS, BLOCK_T) * gains[None, :]
-    out = y + (row * TOKENS * HEADS + head) * WIDTH + first + (token[None, :] * (HEADS * WIDTH) + p[:, None])
-    tl.store(out, result.to(y.dtype.element_ty), mask=p_ok[:, None] & (token < TOKENS)[None, :])
+    gains = tl.load(carry + row_head * TOKENS + token[None, :], mask=token_ok, other=0.0)
+    counts = tl.load(carry + (row_head * TOKENS + 0 * p)) > 0.0
+    queries = VECTORS(C + row * c_row + (head // GROUP) * c_group, c_token, c_state, STATES, BLOCK_N, TOKENS, BLOCK_T)
+    factors = coefficient + row_head * (TOKENS * 2 * BLOCK_R) + token[None, :] * (2 * BLOCK_R)
+    factor = tl.load(factors + age[:, None], mask=token_ok, other=0.0)
+    own_factor = tl.load(factors + (BLOCK_R + own_token)[:, None], mask=own_ok & token_ok, other=0.0)
+    slot = record_slot(start, tl.minimum(age, CAPACITY), CAPACITY)[:, None]
+    own_slot = record_slot(start, tl.minimum(past + own_token, CAPACITY), CAPACITY)[:, None]
+    new, records = x + row * x_row + head * x_head, ring_x + row_head * (CAPACITY * WIDTH)
+    out = y + (row * TOKENS * HEADS + head) * WIDTH + token[None, :] * (HEADS * WIDTH)
+    nothing = tl.zeros([BLOCK_P, BLOCK_T], tl.float32)
+    for first in tl.range(begin, begin + BLOCK_P * TILES, BLOCK_P, num_stages=STAGES):
+        c = first + p
+        ok = (c < WIDTH) | (WIDTH % BLOCK_P == 0)
+        read_ok = ok
+        if SKIP:
+            read_ok = ok & counts
+        tile = OPENED(values, scales, head_scales, row_head, c, read_ok, WIDTH, STATES, BLOCK_N)
+        old = tl.load(records + (slot * WIDTH + c[None, :]), mask=(age < past)[:, None] & ok[None, :], other=0.0)
+        own = tl.load(
+            new + (own_token[:, None] * x_token + c[None, :] * x_channel), mask=own_ok & ok[None, :], other=0.0
+        )
+        result = PRODUCTS(tile, queries) * gains + exact_product(tl.trans(old), factor, nothing)
+        if TOKENS == 1:
+            result += tl.trans(own.to(tl.float32) * own_factor)
+        else:
+            result += exact_product(tl.trans(own), own_factor, nothing)
+        tl.store(out + c[:, None], result.to(y.dtype.element_ty), mask=ok[:, None] & token_ok)
+        tl.store(records + (own_slot * WIDTH + c[None, :]), own, mask=own_ok & ok[None, :])
 
 
 @triton.jit(do_not_specialize=["rows", "key"])
@@ -55,17 +81,20 @@ def mamba2_stored_fold(
     LOAD: tl.constexpr, STORE: tl.constexpr, STORE_COPY: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, AGES: tl.constexpr,
-    TILES: tl.constexpr, LIST: tl.constexpr, SKIP: tl.constexpr, HAS_COPY: tl.constexpr,
+    TILES: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
+    LIST: tl.constexpr, SKIP: tl.constexpr, HAS_COPY: tl.constexpr,
 ):  # fmt: skip
-    """LIST: rows whose pieces a program shares with those beside it; TILES: of BLOCK_P channels, that make a piece."""
+    """LIST: rows whose pieces a program shares with those beside it; TILES: of BLOCK_P channels, that make a piece.
+
+    STAGES: pieces that are under way at a time.
+    """
     pieces: tl.constexpr = (WIDTH + BLOCK_P * TILES - 1) // (BLOCK_P * TILES)
     p = tl.arange(0, BLOCK_P)
-    listed = tl.program_id(1) * LIST + tl.arange(0, LIST)
-    rank = rank_of_due(folds, listed, rows)
-    for piece in tl.range(tl.program_id(0), tl.max(rank, 0) * (HEADS * pieces), tl.num_programs(0)):
-        row, head, first = piece_of_due(piece, rank, listed, HEADS, pieces, BLOCK_P * TILES)
+    due = due_rows(folds, cursor, rows, LIST)
+    end = tl.max(due[1], 0) * (HEADS * pieces)
+    for piece in tl.range(tl.program_id(0), end, tl.num_programs(0), num_stages=STAGES):
+        row, head, first, start, count = piece_of_due(piece, due, HEADS, pieces, BLOCK_P * TILES)
         row_head = row * HEADS + head
-        start, count = tl.load(cursor + row * 3), tl.load(cursor + row * 3 + 2)
         records = ring_x + (row_head * (CAPACITY * WIDTH) + first)
         keys = ring_b + (row * (HEADS // GROUP) + head // GROUP) * (CAPACITY * STATES)
         weights = weight + row_head * (BLOCK_R + 1)
@@ -73,24 +102,29 @@ def mamba2_stored_fold(
         states = ()
         for tile in tl.static_range(TILES):
             c = first + tile * BLOCK_P + p
-            c_ok = c < WIDTH
+            c_ok = (c < WIDTH) | (WIDTH % BLOCK_P == 0)
             ok = c_ok
             if SKIP:
                 ok = c_ok & (tl.load(weights + (BLOCK_R + 0 * p)) > 0.0)
+            if TILES == 1:  # registers enough for the state while the records are waited for
+                s = LOAD(values, scales, head_scales, row_head, c, ok, WIDTH, STATES, BLOCK_N, False)
             change = change_of_states(
                 records + tile * BLOCK_P, keys, weights, start, count, c_ok, 0,
                 WIDTH, STATES, CAPACITY, BLOCK_P, BLOCK_R, AGES, BLOCK_N,
             )  # fmt: skip
-            s = LOAD(values, scales, head_scales, row_head, c, ok, WIDTH, STATES, BLOCK_N, False)
-            states += (s * total + change,)  # type: ignore[assignment]
-        # a thread must not overwrite what another has yet to read
-        tl.debug_barrier()
+            if TILES > 1:
+                s = LOAD(values, scales, head_scales, row_head, c, ok, WIDTH, STATES, BLOCK_N, False)
+            states += (tl.fma(s, total, change),)  # type: ignore[assignment]
+        if WARPS > 1:
+            # a warp must not overwrite what another has yet to read; else the next piece can be under way by now
+            tl.debug_barrier()
         position = tl.load(base + row) + count
         states = store_tiles(
-            STORE, values, scales, head_scales, row_head, first, states, key, position, WIDTH, STATES, BLOCK_N, False
-        )
+            STORE, values, scales, head_scales, row_head, first, states, key, position,
+            BLOCK_P, WIDTH, STATES, BLOCK_N, False,
+        )  # fmt: skip
         if HAS_COPY:
             store_tiles(
                 STORE_COPY, copy_values, copy_scales, copy_head_scales, row_head, first, states, key, position,
-                WIDTH, STATES, BLOCK_N, False,
+                BLOCK_P, WIDTH, STATES, BLOCK_N, False,
             )  # fmt: skip

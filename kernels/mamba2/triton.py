@@ -11,9 +11,9 @@ Two launches per layer and step, kernels in `step`. With the records ``j`` and t
   and appends the block's x. In rows that are due it folds the records into the block as well, a matrix product, and
   writes it back; the output of such a row is read from the checkpoint before the fold, where the same formula holds.
 
-A state in a format of more than a dtype, or beside a copy that is read, has kernels of its own for the step and, in a
-third launch, for the fold (`stored`). Its rows that are due are folded before they are read, so that what is read of
-them is what was just stored.
+A state in a format of more than a dtype, or beside a copy that is read, has a kernel of its own for the fold, in a
+third launch (`stored`): its rows that are due are folded before they are read, so that what is read of them is what was
+just stored. What is narrow is read by a kernel of its own as well, which multiplies it on matrix units.
 
 The step is bound by memory: nothing may wait for anything before the state is under way. Everything is computed in
 float32 or, on matrix units, exactly as well; see `exact_product`.
@@ -26,11 +26,14 @@ import torch
 import triton
 
 from replay_transformers.kernels.formats.precision import (
+    NARROW_BLOCK,
+    NARROW_STAGES,
+    NARROW_WARPS,
     Precision,
-    narrow_launch,
     parts_of,
     pointers,
     state_operands,
+    tiles_per_program,
 )
 from replay_transformers.kernels.formats.stored import State, StoredState
 from replay_transformers.kernels.launch import choose, on_their_device
@@ -52,11 +55,9 @@ __all__ = ["replay_step", "update"]
 COLUMNS = 32  # 4 bytes each: what a memory transaction reads of one channel's states
 PART = 64  # states folded at a time
 LEAST_DEPTH = 32  # of a product on matrix units: the terms of its sums, 16; nvfp4 has two in a byte
-# of the fold of stored states: channels of a tile, warps and registers of a program with one tile and with all of a
-# head, programs at most, and rows that they share
-FOLD_BLOCK, FOLD_PROGRAMS, FOLD_LIST = 16, 4224, 256
-FOLD_LAUNCH: dict[str, int | None] = {"num_warps": 1, "maxnreg": 128}
-HEAD_LAUNCH: dict[str, int | None] = {"num_warps": 4, "maxnreg": None}
+# of the fold of stored states: channels of a tile, warps of a program and what it has under way, with one tile and with
+# all of a head, programs at most, and rows that they share
+FOLD_BLOCK, FOLD_WARPS, HEAD_WARPS, FOLD_STAGES, HEAD_STAGES, FOLD_PROGRAMS, FOLD_LIST = 16, 1, 4, 2, 1, 4224, 256
 
 
 def _run(
@@ -85,10 +86,9 @@ def _run(
     chosen = choose("mamba2", device, rows * heads, tokens, width, states)
     share, block_t = heads_per_program(chosen.share, group), power_of_two(tokens)
     source = readout or checkpoint
-    is_plain = precision is None or precision.is_read_plainly
-    is_narrow = not is_plain or source[0].dtype == C.dtype != torch.float32
-    block_p, warps = narrow_launch(rows * heads) if is_narrow else (chosen.block, chosen.warps)
-    block_p = min(block_p, power_of_two(width))
+    # copies of 16 bits like the activations are multiplied on matrix units, as other formats are
+    is_narrow = precision is not None and not (precision.is_read_plainly and source[0].dtype != C.dtype)
+    block_p = min(chosen.block, power_of_two(width))
     block_n = max(power_of_two(states), LEAST_DEPTH)
     skips = precision is not None and precision.decay_skip > 0
 
@@ -112,30 +112,32 @@ def _run(
         FOLD_FIRST=fold and precision is not None, SKIP=skips,
         **step_sizes, num_warps=chosen.share_warps,
     )  # fmt: skip
-    grid = (rows * heads * triton.cdiv(width, block_p),)
     if fold and precision is not None:
         written = [form.kernels() for form in precision.written]
-        fold_p = min(FOLD_BLOCK, power_of_two(width))
-        tiles = triton.cdiv(width, fold_p) if precision.needs_heads else 1
+        fold_p, tiles, fold_warps, stages = min(FOLD_BLOCK, power_of_two(width)), 1, FOLD_WARPS, FOLD_STAGES
+        if precision.needs_heads:
+            tiles, fold_warps, stages = triton.cdiv(width, fold_p), HEAD_WARPS, HEAD_STAGES
         pieces, lists = rows * heads * triton.cdiv(width, fold_p * tiles), triton.cdiv(rows, FOLD_LIST)
         mamba2_stored_fold[(triton.cdiv(min(FOLD_PROGRAMS, pieces), lists), lists)](
             *pointers(checkpoint), *pointers(source), ring_x, ring_b, weight, cursor, base, folds, rows, precision.key,
             LOAD=written[0].load, STORE=written[0].store, STORE_COPY=written[-1].store, HAS_COPY=bool(readout),
-            WIDTH=width, BLOCK_P=fold_p, AGES=MIN_RECORDS, TILES=tiles, LIST=FOLD_LIST, SKIP=skips,
-            **sizes, **(HEAD_LAUNCH if precision.needs_heads else FOLD_LAUNCH),
+            WIDTH=width, BLOCK_P=fold_p, AGES=MIN_RECORDS, TILES=tiles, STAGES=stages, WARPS=fold_warps,
+            LIST=FOLD_LIST, SKIP=skips, **sizes, num_warps=fold_warps,
         )  # fmt: skip
-    if is_plain:
-        mamba2_step[grid](
+    if not is_narrow:
+        mamba2_step[(rows * heads * triton.cdiv(width, block_p),)](
             source[0], x, C, ring_x, ring_b, coefficient, carry, weight, cursor, y, *x.stride(), *C.stride(),
             WIDTH=width, BLOCK_P=block_p, AGES=MIN_RECORDS, COLUMNS=min(COLUMNS, block_n), PART=min(PART, block_n),
-            FOLD=fold and precision is None, ON_MATRIX_UNITS=is_narrow, SKIP=skips, **step_sizes, num_warps=warps,
+            FOLD=fold and precision is None, SKIP=skips, **step_sizes, num_warps=chosen.warps,
         )  # fmt: skip
     elif precision is not None:
         form = precision.read.kernels()
-        mamba2_stored_step[grid](
+        tiles = tiles_per_program(rows * heads, width)
+        pieces = triton.cdiv(width, NARROW_BLOCK * tiles)
+        mamba2_stored_step[(rows * heads * pieces,)](
             *pointers(source), x, C, ring_x, coefficient, carry, cursor, y, *x.stride(), *C.stride(),
-            OPENED=form.opened, PRODUCTS=form.products, WIDTH=width, BLOCK_P=block_p, AGES=MIN_RECORDS, SKIP=skips,
-            **step_sizes, num_warps=warps,
+            OPENED=form.opened, VECTORS=form.vectors, PRODUCTS=form.products, WIDTH=width, BLOCK_P=NARROW_BLOCK,
+            TILES=tiles, STAGES=NARROW_STAGES, SKIP=skips, **step_sizes, num_warps=NARROW_WARPS,
         )  # fmt: skip
     return y
 

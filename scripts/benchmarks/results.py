@@ -1,16 +1,23 @@
-"""Results as JSON, written cell by cell, so that a run that breaks off is continued where it stopped."""
+"""Results as JSON, written cell by cell, so that a run that breaks off is continued where it stopped.
+
+Several runs may write to one file, for example one per GPU: none loses what another has measured.
+"""
 
 import datetime
 import json
 import os
 import re
 import subprocess
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "results"
@@ -57,8 +64,7 @@ class Results:
         self.path = path
         self.redo = redo
         self.data: dict[str, Any] = {"environments": [], "cells": {}}
-        if path.exists():
-            self.data = json.loads(path.read_text())
+        self._read()
         self._done: set[str] = set()
 
     @property
@@ -72,20 +78,35 @@ class Results:
         return key not in (self._done if self.redo else self.cells)
 
     def index(self, where: dict[str, Any]) -> int:
-        """The place of an environment in the file."""
-        environments: list[dict[str, Any]] = self.data["environments"]
-        if where not in environments:
-            environments.append(where)
-        return environments.index(where)
+        """The place of an environment in the file, where it is written down."""
+        with self._changed():
+            environments: list[dict[str, Any]] = self.data["environments"]
+            if where not in environments:
+                environments.append(where)
+            return environments.index(where)
 
     def put(self, key: str, record: dict[str, Any], where: dict[str, Any]) -> None:
         """Add a cell, measured in the environment ``where``, and write the file."""
-        self.cells[key] = {**record, "environment": self.index(where)}
+        index = self.index(where)
+        with self._changed():
+            self.cells[key] = {**record, "environment": index}
         self._done.add(key)
+
+    def _read(self) -> None:
+        if self.path.exists():
+            self.data = json.loads(self.path.read_text())
+
+    @contextmanager
+    def _changed(self) -> Iterator[None]:
+        """Take up what others have written, and write what the block makes of it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self.path.with_suffix(".tmp")
-        unfinished.write_text(json.dumps(self.data, indent=1) + "\n")
-        unfinished.replace(self.path)
+        name = "-".join(self.path.resolve().parts[1:])
+        with FileLock(Path(tempfile.gettempdir(), f"{name}.lock")):
+            self._read()
+            yield
+            unfinished = self.path.with_suffix(".tmp")
+            unfinished.write_text(json.dumps(self.data, indent=1) + "\n")
+            unfinished.replace(self.path)
 
 
 class Budget:

@@ -38,8 +38,9 @@ def _encode(
         states += (tl.load(source + tile * BLOCK * STATES + place, mask=ok, other=0.0),)
     position = tl.load(positions + row_head // HEADS)
     kept = store_tiles(
-        STORE, values, scales, head_scales, row_head, 0, states, key, position, WIDTH, STATES, BLOCK_N, TRANSPOSED
-    )
+        STORE, values, scales, head_scales, row_head, 0, states, key, position,
+        BLOCK, WIDTH, STATES, BLOCK_N, TRANSPOSED,
+    )  # fmt: skip
     tl.debug_barrier()
     for tile in tl.static_range((WIDTH + BLOCK - 1) // BLOCK):
         channels = tile * BLOCK + c
@@ -54,13 +55,13 @@ def _encode(
 @triton.jit
 def _multiply(
     values, scales, head_scales, vectors, out,
-    OPENED: tl.constexpr, PRODUCTS: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr,
+    OPENED: tl.constexpr, VECTORS: tl.constexpr, PRODUCTS: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     row_head = tl.program_id(0).to(tl.int64)
     c, token = tl.arange(0, BLOCK), tl.arange(0, BLOCK_T)
     tile = OPENED(values, scales, head_scales, row_head, c, c < WIDTH, WIDTH, STATES, BLOCK_N)
-    result = PRODUCTS(tile, vectors, 2 * STATES, 2, STATES, BLOCK_N, TOKENS, BLOCK_T)
+    result = PRODUCTS(tile, VECTORS(vectors, 2 * STATES, 2, STATES, BLOCK_N, TOKENS, BLOCK_T))
     place = out + (row_head * WIDTH + c[:, None]) * TOKENS + token[None, :]
     tl.store(place, result, mask=(c < WIDTH)[:, None] & (token < TOKENS)[None, :])
 
@@ -164,8 +165,8 @@ def test_products(name: str, channels: int, states: int, tokens: int, dtype: tor
     vectors = torch.randn(tokens, 2 * states, generator=generator).to(DEVICE, dtype)
     out, kernels = torch.zeros(2, 2, channels, tokens, device=DEVICE), FORMATS[name].kernels()
     _multiply[(4,)](
-        *_pointers(parts), vectors, out, OPENED=kernels.opened, PRODUCTS=kernels.products, WIDTH=channels,
-        STATES=states, BLOCK=max(power_of_two(channels), 16), BLOCK_N=max(power_of_two(states), 32),
+        *_pointers(parts), vectors, out, OPENED=kernels.opened, VECTORS=kernels.vectors, PRODUCTS=kernels.products,
+        WIDTH=channels, STATES=states, BLOCK=max(power_of_two(channels), 16), BLOCK_N=max(power_of_two(states), 32),
         TOKENS=tokens, BLOCK_T=power_of_two(tokens),
     )  # fmt: skip
     taken = vectors[:, ::2].double().T
