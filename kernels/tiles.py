@@ -10,7 +10,7 @@ __all__ = [
     "cut_product",
     "due_rows",
     "exact_product",
-    "largest_bits",
+    "inside",
     "load_vectors",
     "magnitude_bits",
     "piece_of_due",
@@ -30,6 +30,12 @@ def record_slot(start, age, CAPACITY: tl.constexpr):
     """Slot of the record of an age, the oldest record being in slot ``start``; ``age`` is at most ``CAPACITY``."""
     slot = start + age
     return tl.where(slot >= CAPACITY, slot - CAPACITY, slot)
+
+
+@triton.jit
+def inside(c, WIDTH: tl.constexpr, SPAN: tl.constexpr):
+    """Which of the channels ``c`` a head of ``WIDTH`` has; no mask where programs of SPAN channels end as heads do."""
+    return (c < WIDTH) | (WIDTH % SPAN == 0)
 
 
 @triton.jit
@@ -88,7 +94,7 @@ def store_tiles(
     stored = ()
     for tile in tl.static_range(len(states)):
         c = first + tile * BLOCK + tl.arange(0, BLOCK)
-        ok = (c < WIDTH) | (WIDTH % BLOCK == 0)
+        ok = inside(c, WIDTH, BLOCK * len(states))
         written = STORE(
             values, scales, head_scales, row_head, c, ok, states[tile], largest, key, position,
             WIDTH, STATES, BLOCK_N, TRANSPOSED,

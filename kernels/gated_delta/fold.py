@@ -23,6 +23,7 @@ from replay_transformers.kernels.tiles import (
     cut_product,
     due_rows,
     exact_product,
+    inside,
     piece_of_due,
     record_slot,
     saturated,
@@ -159,7 +160,7 @@ def gated_delta_fold(
         row_head = row * HEADS + head
         keys = ring_k + (row * (HEADS // GROUP) + head // GROUP) * (CAPACITY * STATES)
         block, values = state + (row_head * (STATES * WIDTH) + first), ring_v + (row_head * (CAPACITY * WIDTH) + first)
-        p_ok = (first + tl.arange(0, BLOCK_V) < WIDTH) | (WIDTH % BLOCK_V == 0)
+        p_ok = inside(first + tl.arange(0, BLOCK_V), WIDTH, BLOCK_V)
         _tile(
             block, keys, values, solution + row_head * (BLOCK_R // RECORDS * SOLUTION), start, count, p_ok,
             WIDTH, STATES, CAPACITY, BLOCK_V, BLOCK_K, BLOCK_R, PART,

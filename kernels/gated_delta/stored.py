@@ -11,7 +11,7 @@ import triton.language as tl
 from replay_transformers.kernels.gated_delta.fold import SOLUTION, advanced
 from replay_transformers.kernels.gated_delta.read import halves, product
 from replay_transformers.kernels.gated_delta.step import among_tokens, deltas_of_records, finish, rows_of_factors
-from replay_transformers.kernels.tiles import RECORDS, due_rows, exact_product, piece_of_due, store_tiles
+from replay_transformers.kernels.tiles import RECORDS, due_rows, exact_product, inside, piece_of_due, store_tiles
 
 __all__ = ["gated_delta_stored_fold", "gated_delta_stored_step"]
 
@@ -46,7 +46,8 @@ def gated_delta_stored_step(
     gains = gain + row_head * (2 * TOKENS) + token[:, None]
     gain_k = tl.load(gains, mask=token_ok, other=0.0)
     gain_q = tl.load(gains + TOKENS, mask=token_ok, other=0.0)
-    counts = tl.load(gain + (row_head * (2 * TOKENS) + 0 * p)) > 0.0
+    if SKIP:
+        counts = tl.load(gain + (row_head * (2 * TOKENS) + 0 * p)) > 0.0
     keys = VECTORS(k + row * k_row + key_head * k_head, k_token, k_state, STATES, BLOCK_K, TOKENS, most)
     queries = VECTORS(q + row * q_row + key_head * q_head, q_token, q_state, STATES, BLOCK_K, TOKENS, most)
     factors = coefficient + row_head * (2 * TOKENS * BLOCK_R)
@@ -60,7 +61,7 @@ def gated_delta_stored_step(
     new, records = v + row * v_row + head * v_head, ring_d + row_head * (CAPACITY * WIDTH)
     for first in tl.range(begin, begin + BLOCK_V * TILES, BLOCK_V, num_stages=STAGES):
         c = first + p
-        ok = (c < WIDTH) | (WIDTH % BLOCK_V == 0)
+        ok = inside(c, WIDTH, BLOCK_V * TILES)
         read_ok = ok
         if SKIP:
             read_ok = ok & counts
@@ -110,7 +111,7 @@ def gated_delta_stored_fold(
         states = ()
         for tile in tl.static_range(TILES):
             c = first + tile * BLOCK_V + p
-            c_ok = (c < WIDTH) | (WIDTH % BLOCK_V == 0)
+            c_ok = inside(c, WIDTH, BLOCK_V * TILES)
             ok = c_ok
             if SKIP:
                 ok = c_ok & (tl.load(solved + (RECORDS * (RECORDS + 1) + 0 * p)) >= 0.0)

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from replay_transformers.kernels.gated_delta import reference
 from replay_transformers.kernels.launch import on_their_device
-from replay_transformers.kernels.tiles import saturated
+from replay_transformers.kernels.tiles import inside, saturated
 from replay_transformers.kernels.validation import check_groups, check_operands, power_of_two
 
 __all__ = ["update"]
@@ -30,7 +30,7 @@ def _update(
     row_head, key_head = row * HEADS + head, head // GROUP
     i, p = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     # without masks where blocks fit
-    p_ok, k_ok = (first + p < WIDTH) | (WIDTH % BLOCK_V == 0), (i < STATES) | (STATES == BLOCK_K)
+    p_ok, k_ok = inside(first + p, WIDTH, BLOCK_V), (i < STATES) | (STATES == BLOCK_K)
     block = state + (row_head * (STATES * WIDTH) + first) + (i[:, None] * WIDTH + p[None, :])
     block_ok = k_ok[:, None] & p_ok[None, :]
     s = tl.load(block, mask=block_ok, other=0.0).to(tl.float32)

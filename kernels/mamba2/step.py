@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from replay_transformers.kernels.tiles import exact_product, record_slot, saturated
+from replay_transformers.kernels.tiles import exact_product, inside, record_slot, saturated
 
 __all__ = ["change_of_states", "mamba2_prepare", "mamba2_step", "of_records"]
 
@@ -217,7 +217,7 @@ def mamba2_step(
     # addresses: int64 for the corner of a block, int32 inside it
     p, token = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_T)
     n = tl.arange(0, BLOCK_N // COLUMNS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    p_ok, n_ok = (first + p < WIDTH) | (WIDTH % BLOCK_P == 0), (n < STATES)[None, :, :]
+    p_ok, n_ok = inside(first + p, WIDTH, BLOCK_P), (n < STATES)[None, :, :]
     block = state + (row_head * WIDTH + first) * STATES
     query, gains = C + row * c_row + group * c_group, carry + row_head * TOKENS
     read_ok = p_ok

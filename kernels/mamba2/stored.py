@@ -12,6 +12,7 @@ from replay_transformers.kernels.tiles import (
     RECORDS,
     due_rows,
     exact_product,
+    inside,
     piece_of_due,
     record_slot,
     store_tiles,
@@ -44,7 +45,8 @@ def mamba2_stored_step(
     token_ok, own_ok = (token < TOKENS)[None, :], (own_token < TOKENS)[:, None]
     start, past = tl.load(cursor + row * 3), tl.load(cursor + row * 3 + 1)
     gains = tl.load(carry + row_head * TOKENS + token[None, :], mask=token_ok, other=0.0)
-    counts = tl.load(carry + (row_head * TOKENS + 0 * p)) > 0.0
+    if SKIP:
+        counts = tl.load(carry + (row_head * TOKENS + 0 * p)) > 0.0
     queries = VECTORS(C + row * c_row + (head // GROUP) * c_group, c_token, c_state, STATES, BLOCK_N, TOKENS, BLOCK_T)
     factors = coefficient + row_head * (TOKENS * 2 * BLOCK_R) + token[None, :] * (2 * BLOCK_R)
     factor = tl.load(factors + age[:, None], mask=token_ok, other=0.0)
@@ -56,7 +58,7 @@ def mamba2_stored_step(
     nothing = tl.zeros([BLOCK_P, BLOCK_T], tl.float32)
     for first in tl.range(begin, begin + BLOCK_P * TILES, BLOCK_P, num_stages=STAGES):
         c = first + p
-        ok = (c < WIDTH) | (WIDTH % BLOCK_P == 0)
+        ok = inside(c, WIDTH, BLOCK_P * TILES)
         read_ok = ok
         if SKIP:
             read_ok = ok & counts
@@ -102,7 +104,7 @@ def mamba2_stored_fold(
         states = ()
         for tile in tl.static_range(TILES):
             c = first + tile * BLOCK_P + p
-            c_ok = (c < WIDTH) | (WIDTH % BLOCK_P == 0)
+            c_ok = inside(c, WIDTH, BLOCK_P * TILES)
             ok = c_ok
             if SKIP:
                 ok = c_ok & (tl.load(weights + (BLOCK_R + 0 * p)) > 0.0)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from replay_transformers.kernels.launch import on_their_device
-from replay_transformers.kernels.tiles import saturated
+from replay_transformers.kernels.tiles import inside, saturated
 from replay_transformers.kernels.validation import check_groups, check_operands, power_of_two
 
 __all__ = ["update"]
@@ -28,7 +28,7 @@ def _update(
     row_head, group = row * HEADS + head, head // GROUP
     p, n = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
     # without masks where blocks fit
-    p_ok, n_ok = (first + p < WIDTH) | (WIDTH % BLOCK_P == 0), (n < STATES) | (STATES == BLOCK_N)
+    p_ok, n_ok = inside(first + p, WIDTH, BLOCK_P), (n < STATES) | (STATES == BLOCK_N)
     block = state + (row_head * WIDTH + first) * STATES + (p[:, None] * STATES + n[None, :])
     block_ok = p_ok[:, None] & n_ok[None, :]
     s = tl.load(block, mask=block_ok, other=0.0).to(tl.float32)

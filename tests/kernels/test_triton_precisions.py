@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from replay_transformers.kernels.formats import StoredState
+from replay_transformers.kernels.formats import StoredState, precision
 from replay_transformers.kernels.formats.stored import readable, refresh
 from replay_transformers.kernels.launch import Launch, override
 from tests.support.kernels import KERNELS, NAN, OPERATORS_IN_TRITON, make_case
@@ -58,6 +58,20 @@ def test_more_tokens(operator: Operator, count: int, checkpoint: str, readout: s
 def test_no_fold_and_parts_of_a_long_step(operator: Operator, checkpoint: str, readout: str | None) -> None:
     Precise(make_case(operator, SMALL, 1), checkpoint, readout).check()
     Precise(make_case(operator, SMALL, 9, folds=[5, 0]), checkpoint, readout).check()
+
+
+@OPERATORS_IN_TRITON
+@pytest.mark.parametrize("readout", ["fp8", "nvfp4"])
+@pytest.mark.parametrize("programs", [2, 4])
+def test_several_tiles_in_a_program(
+    operator: Operator, readout: str, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the three of a head: all in one program, and two in each of two."""
+    monkeypatch.setattr(precision, "NARROW_PROGRAMS", programs)
+    geometry = Geometry(1, 1, 3 * precision.NARROW_BLOCK, 16)
+    assert precision.tiles_per_program(2, geometry.head_dim) == {2: 3, 4: 2}[programs]
+    for count in (1, 2):
+        Precise(make_case(operator, geometry, count, folds=[5, 0]), "float32", readout).check()
 
 
 @OPERATORS_IN_TRITON
