@@ -5,6 +5,7 @@ import triton.language as tl
 
 __all__ = [
     "INTERPRETED",
+    "LEAST_DEPTH",
     "MIN_RECORDS",
     "RECORDS",
     "cut_product",
@@ -14,14 +15,15 @@ __all__ = [
     "load_vectors",
     "magnitude_bits",
     "piece_of_due",
+    "piece_of_program",
     "record_slot",
     "saturated",
     "store_tiles",
-    "times_vectors",
 ]
 
 
 MIN_RECORDS = 16  # records are read in blocks of so many
+LEAST_DEPTH = 32  # states of a block: matrix products sum over 16 or more, and NVFP4 has two states in a byte
 RECORDS = tl.constexpr(MIN_RECORDS)  # the same for kernels; also the fewest rows of a matrix product
 
 
@@ -36,6 +38,15 @@ def record_slot(start, age, CAPACITY: tl.constexpr):
 def inside(c, WIDTH: tl.constexpr, SPAN: tl.constexpr):
     """Which of the channels ``c`` a head of ``WIDTH`` has; no mask where programs of SPAN channels end as heads do."""
     return (c < WIDTH) | (WIDTH % SPAN == 0)
+
+
+@triton.jit
+def piece_of_program(HEADS: tl.constexpr, PIECES: tl.constexpr, SPAN: tl.constexpr):
+    """First channel, row times heads plus head (int64), head and row of a program, where PIECES of SPAN channels make
+    a head."""
+    row_head = (tl.program_id(0) // PIECES).to(tl.int64)
+    head = ((tl.program_id(0) // PIECES) % HEADS).to(tl.int32)
+    return (tl.program_id(0) % PIECES) * SPAN, row_head, head, row_head // HEADS
 
 
 @triton.jit
@@ -149,22 +160,6 @@ def load_vectors(
     n, token = begin + EVERY * tl.arange(0, COUNT), tl.arange(0, BLOCK_T)
     ok = (n < STATES)[:, None] & (token < TOKENS)[None, :]
     return tl.load(place + (n[:, None] * state_stride + token[None, :] * token_stride), mask=ok, other=0.0)
-
-
-@triton.jit
-def times_vectors(states, vectors):
-    """States of channels ``[channels, n]`` times a vector per token ``[n, tokens]``, in float32.
-
-    By matrix units where both have the same 16 bits, products being exact there.
-    """
-    if states.dtype == vectors.dtype and states.dtype.primitive_bitwidth == 16:
-        return exact_product(states, vectors, tl.zeros([states.shape[0], vectors.shape[1]], tl.float32))
-    token = tl.arange(0, vectors.shape[1])[None, :]
-    wide, result = states.to(tl.float32), tl.zeros([states.shape[0], vectors.shape[1]], tl.float32)
-    for t in tl.static_range(vectors.shape[1]):
-        vector = tl.sum(tl.where(token == t, vectors, 0.0).to(tl.float32), 1)
-        result = tl.where(token == t, tl.sum(wide * vector[None, :], 1)[:, None], result)
-    return result
 
 
 @triton.jit

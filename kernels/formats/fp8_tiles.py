@@ -4,9 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-from replay_transformers.kernels.formats import fp8
+from replay_transformers.kernels.formats import fp8, plain_tiles
 from replay_transformers.kernels.formats.rounding_tiles import round_stochastically, state_bits
-from replay_transformers.kernels.tiles import INTERPRETED, exact_product, load_vectors, magnitude_bits
+from replay_transformers.kernels.tiles import INTERPRETED, exact_product, magnitude_bits
 
 __all__ = [
     "PTX",
@@ -27,24 +27,21 @@ MANTISSA, SMALLEST = tl.constexpr(fp8.MANTISSA), tl.constexpr(fp8.SMALLEST)
 NATIVE = tl.constexpr(torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9))
 # whether kernels may have instructions of NVIDIA's GPUs in them
 PTX = tl.constexpr(not INTERPRETED and torch.version.hip is None)
-# four bytes of e4m3 to four bfloat16: the bits of a byte fit as they are, at an exponent that is 120 too small
-FOUR = tl.constexpr("""{
-.reg .b32 low, high, sign, factor, zero;
-mov.b32 factor, 0x7b807b80;
-mov.b32 zero, 0x80008000;
-prmt.b32 low, $2, 0, 0x1404;
-prmt.b32 high, $2, 0, 0x3424;
-and.b32 sign, low, 0x80008000;
-shr.b32 low, low, 4;
-and.b32 low, low, 0x07f007f0;
-or.b32 low, low, sign;
-and.b32 sign, high, 0x80008000;
-shr.b32 high, high, 4;
-and.b32 high, high, 0x07f007f0;
-or.b32 high, high, sign;
-fma.rn.bf16x2 $0, low, factor, zero;
-fma.rn.bf16x2 $1, high, factor, zero;
-}""")
+# two of four bytes of e4m3 to two bfloat16: the bits of a byte fit as they are, at an exponent that is 120 too small
+_TWO = """
+prmt.b32 two, $2, 0, {bytes};
+and.b32 sign, two, 0x80008000;
+shr.b32 two, two, 4;
+and.b32 two, two, 0x07f007f0;
+or.b32 two, two, sign;
+fma.rn.bf16x2 {numbers}, two, factor, zero;"""
+FOUR = tl.constexpr(
+    "{.reg .b32 two, sign, factor, zero; mov.b32 factor, 0x7b807b80; mov.b32 zero, 0x80008000;"
+    + _TWO.format(bytes="0x1404", numbers="$0")
+    + _TWO.format(bytes="0x3424", numbers="$1")
+    + "}"
+)
+vectors = plain_tiles.vectors
 
 
 @triton.jit
@@ -146,15 +143,6 @@ def _narrow(code):
     if PTX:
         return tl.inline_asm_elementwise(FOUR, "=&r,=&r,r", [code], dtype=tl.bfloat16, is_pure=True, pack=4)
     return e4m3_value(code).to(tl.bfloat16)
-
-
-@triton.jit
-def vectors(
-    place, token_stride, state_stride,
-    STATES: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr, BLOCK_T: tl.constexpr,
-):  # fmt: skip
-    """A vector per token."""
-    return (load_vectors(place, token_stride, state_stride, 0, STATES, BLOCK_N, 1, TOKENS, BLOCK_T),)
 
 
 @triton.jit

@@ -14,35 +14,26 @@ CARRY, EXPONENT, SIXTH = tl.constexpr(nvfp4.CARRY), tl.constexpr(nvfp4.EXPONENT)
 HALF_SCALE = tl.constexpr(2.0**14)  # of e2m1, from its bits in the place of float16's
 # of e2m1, from its bits in the place of bfloat16's, in two factors: one that a block's scale still fits beside
 NARROW_SCALE, REST_SCALE = tl.constexpr(2.0**118), tl.constexpr(2.0**8)
-# four bytes and the scales of their blocks to the four lower and the four upper numbers, bfloat16, times the scales
-EIGHT = tl.constexpr("""{
-.reg .b32 low, high, sign, zero;
-mov.b32 zero, 0x80008000;
-prmt.b32 low, $4, 0, 0x1404;
-prmt.b32 high, $4, 0, 0x3424;
-shl.b32 sign, low, 4;
+# two of four bytes and the scales of their blocks to two lower and two upper numbers, bfloat16, times the scales
+_TWO = """
+prmt.b32 two, $4, 0, {bytes};
+shl.b32 sign, two, 4;
 and.b32 sign, sign, 0x80008000;
-shr.b32 $0, low, 2;
-and.b32 $0, $0, 0x01c001c0;
-or.b32 $0, $0, sign;
-fma.rn.bf16x2 $0, $0, $5, zero;
-and.b32 sign, low, 0x80008000;
-shr.b32 low, low, 6;
-and.b32 low, low, 0x01c001c0;
-or.b32 low, low, sign;
-fma.rn.bf16x2 $2, low, $5, zero;
-shl.b32 sign, high, 4;
-and.b32 sign, sign, 0x80008000;
-shr.b32 $1, high, 2;
-and.b32 $1, $1, 0x01c001c0;
-or.b32 $1, $1, sign;
-fma.rn.bf16x2 $1, $1, $6, zero;
-and.b32 sign, high, 0x80008000;
-shr.b32 high, high, 6;
-and.b32 high, high, 0x01c001c0;
-or.b32 high, high, sign;
-fma.rn.bf16x2 $3, high, $6, zero;
-}""")
+shr.b32 {lower}, two, 2;
+and.b32 {lower}, {lower}, 0x01c001c0;
+or.b32 {lower}, {lower}, sign;
+fma.rn.bf16x2 {lower}, {lower}, {scales}, zero;
+and.b32 sign, two, 0x80008000;
+shr.b32 two, two, 6;
+and.b32 two, two, 0x01c001c0;
+or.b32 two, two, sign;
+fma.rn.bf16x2 {upper}, two, {scales}, zero;"""
+EIGHT = tl.constexpr(
+    "{.reg .b32 two, sign, zero; mov.b32 zero, 0x80008000;"
+    + _TWO.format(bytes="0x1404", lower="$0", upper="$2", scales="$5")
+    + _TWO.format(bytes="0x3424", lower="$1", upper="$3", scales="$6")
+    + "}"
+)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ next to each other, not the states of a channel; for this format alone. Values a
 import triton
 import triton.language as tl
 
-from replay_transformers.kernels.tiles import load_vectors, saturated, times_vectors
+from replay_transformers.kernels.tiles import exact_product, load_vectors, saturated
 
 __all__ = ["load", "opened", "products", "store", "vectors"]
 
@@ -72,5 +72,16 @@ def vectors(
 
 @triton.jit
 def products(tile, vectors):
-    """The states of each channel times each vector: float32 ``[channels, BLOCK_T]``."""
-    return times_vectors(tile[0], vectors[0])
+    """The states of each channel times each vector: float32 ``[channels, BLOCK_T]``.
+
+    By matrix units where both have the same 16 bits, products being exact there.
+    """
+    states, vectors = tile[0], vectors[0]
+    if states.dtype == vectors.dtype and states.dtype.primitive_bitwidth == 16:
+        return exact_product(states, vectors, tl.zeros([states.shape[0], vectors.shape[1]], tl.float32))
+    token = tl.arange(0, vectors.shape[1])[None, :]
+    wide, result = states.to(tl.float32), tl.zeros([states.shape[0], vectors.shape[1]], tl.float32)
+    for t in tl.static_range(vectors.shape[1]):
+        vector = tl.sum(tl.where(token == t, vectors, 0.0).to(tl.float32), 1)
+        result = tl.where(token == t, tl.sum(wide * vector[None, :], 1)[:, None], result)
+    return result

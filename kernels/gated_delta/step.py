@@ -12,7 +12,7 @@ from replay_transformers.kernels.gated_delta.read import (
     read_chunk,
 )
 from replay_transformers.kernels.gated_delta.update import NORM_EPSILON
-from replay_transformers.kernels.tiles import RECORDS, exact_product, record_slot
+from replay_transformers.kernels.tiles import RECORDS, exact_product, piece_of_program, record_slot
 
 __all__ = [
     "among_tokens",
@@ -159,10 +159,7 @@ def gated_delta_step(
     """
     tiles: tl.constexpr = (WIDTH + BLOCK_V - 1) // BLOCK_V
     most: tl.constexpr = RECORDS // 2 if TOKENS > 1 else 1
-    first = (tl.program_id(0) % tiles) * BLOCK_V
-    row_head = (tl.program_id(0) // tiles).to(tl.int64)
-    head = ((tl.program_id(0) // tiles) % HEADS).to(tl.int32)
-    row = row_head // HEADS
+    first, row_head, head, row = piece_of_program(HEADS, tiles, BLOCK_V)
     key_head = head // GROUP
 
     # addresses: int64 for the corner of a block, int32 inside it

@@ -11,7 +11,15 @@ import triton.language as tl
 from replay_transformers.kernels.gated_delta.fold import SOLUTION, advanced
 from replay_transformers.kernels.gated_delta.read import halves, product
 from replay_transformers.kernels.gated_delta.step import among_tokens, deltas_of_records, finish, rows_of_factors
-from replay_transformers.kernels.tiles import RECORDS, due_rows, exact_product, inside, piece_of_due, store_tiles
+from replay_transformers.kernels.tiles import (
+    RECORDS,
+    due_rows,
+    exact_product,
+    inside,
+    piece_of_due,
+    piece_of_program,
+    store_tiles,
+)
 
 __all__ = ["gated_delta_stored_fold", "gated_delta_stored_step"]
 
@@ -35,10 +43,7 @@ def gated_delta_stored_step(
     """
     pieces: tl.constexpr = (WIDTH + BLOCK_V * TILES - 1) // (BLOCK_V * TILES)
     most: tl.constexpr = RECORDS // 2 if TOKENS > 1 else 1
-    begin = (tl.program_id(0) % pieces) * (BLOCK_V * TILES)
-    row_head = (tl.program_id(0) // pieces).to(tl.int64)
-    head = ((tl.program_id(0) // pieces) % HEADS).to(tl.int32)
-    row = row_head // HEADS
+    begin, row_head, head, row = piece_of_program(HEADS, pieces, BLOCK_V * TILES)
     key_head = head // GROUP
     p, token, age, which = tl.arange(0, BLOCK_V), tl.arange(0, most), tl.arange(0, BLOCK_R), tl.arange(0, 2)
     token_ok = (token < TOKENS)[:, None]

@@ -48,7 +48,7 @@ from replay_transformers.kernels.gated_delta.stored import gated_delta_stored_fo
 from replay_transformers.kernels.gated_delta.update import update
 from replay_transformers.kernels.launch import choose, on_their_device
 from replay_transformers.kernels.parts import run_in_parts
-from replay_transformers.kernels.tiles import MIN_RECORDS
+from replay_transformers.kernels.tiles import LEAST_DEPTH, MIN_RECORDS
 from replay_transformers.kernels.validation import (
     POINTERS,
     check_groups,
@@ -59,7 +59,7 @@ from replay_transformers.kernels.validation import (
 
 __all__ = ["replay_step", "update"]
 
-LEAST_CHANNELS, LEAST_DEPTH = 16, 32  # of products on matrix units: 16 terms; nvfp4 has two in a byte
+LEAST_CHANNELS = 16  # of products on matrix units
 DEPTH = 256  # bytes of the state that a thread has under way, where there is one token
 CHUNK, STAGES = 16, 3  # rows of the state per matrix product, and how many products are under way
 # of the fold: channels of a tile, also where a program has all of a head, states per product, programs at most, and

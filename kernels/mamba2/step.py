@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from replay_transformers.kernels.tiles import exact_product, inside, record_slot, saturated
+from replay_transformers.kernels.tiles import exact_product, inside, piece_of_program, record_slot, saturated
 
 __all__ = ["change_of_states", "mamba2_prepare", "mamba2_step", "of_records"]
 
@@ -208,10 +208,7 @@ def mamba2_step(
     SKIP: heads whose states count for nothing in this step do not read them.
     """
     tiles: tl.constexpr = (WIDTH + BLOCK_P - 1) // BLOCK_P
-    first = (tl.program_id(0) % tiles) * BLOCK_P
-    row_head = (tl.program_id(0) // tiles).to(tl.int64)
-    head = ((tl.program_id(0) // tiles) % HEADS).to(tl.int32)
-    row = row_head // HEADS
+    first, row_head, head, row = piece_of_program(HEADS, tiles, BLOCK_P)
     group = head // GROUP
 
     # addresses: int64 for the corner of a block, int32 inside it

@@ -14,6 +14,7 @@ from replay_transformers.kernels.tiles import (
     exact_product,
     inside,
     piece_of_due,
+    piece_of_program,
     record_slot,
     store_tiles,
 )
@@ -36,10 +37,7 @@ def mamba2_stored_step(
     SKIP: heads whose states count for nothing in this step do not read them.
     """
     pieces: tl.constexpr = (WIDTH + BLOCK_P * TILES - 1) // (BLOCK_P * TILES)
-    begin = (tl.program_id(0) % pieces) * (BLOCK_P * TILES)
-    row_head = (tl.program_id(0) // pieces).to(tl.int64)
-    head = ((tl.program_id(0) // pieces) % HEADS).to(tl.int32)
-    row = row_head // HEADS
+    begin, row_head, head, row = piece_of_program(HEADS, pieces, BLOCK_P * TILES)
     p, token, age = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_R)
     own_token = tl.arange(0, RECORDS if TOKENS > 1 else 1)
     token_ok, own_ok = (token < TOKENS)[None, :], (own_token < TOKENS)[:, None]

@@ -41,7 +41,7 @@ from replay_transformers.kernels.mamba2.step import mamba2_prepare, mamba2_step
 from replay_transformers.kernels.mamba2.stored import mamba2_stored_fold, mamba2_stored_step
 from replay_transformers.kernels.mamba2.update import update
 from replay_transformers.kernels.parts import run_in_parts
-from replay_transformers.kernels.tiles import MIN_RECORDS
+from replay_transformers.kernels.tiles import LEAST_DEPTH, MIN_RECORDS
 from replay_transformers.kernels.validation import (
     POINTERS,
     check_groups,
@@ -54,7 +54,6 @@ __all__ = ["replay_step", "update"]
 
 COLUMNS = 32  # 4 bytes each: what a memory transaction reads of one channel's states
 PART = 64  # states folded at a time
-LEAST_DEPTH = 32  # of a product on matrix units: the terms of its sums, 16; nvfp4 has two in a byte
 # of the fold of stored states: channels of a tile, warps of a program and what it has under way, with one tile and with
 # all of a head, programs at most, and rows that they share
 FOLD_BLOCK, FOLD_WARPS, HEAD_WARPS, FOLD_STAGES, HEAD_STAGES, FOLD_PROGRAMS, FOLD_LIST = 16, 1, 4, 2, 1, 4224, 256
@@ -87,7 +86,8 @@ def _run(
     share, block_t = heads_per_program(chosen.share, group), power_of_two(tokens)
     source = readout or checkpoint
     # copies of 16 bits like the activations are multiplied on matrix units, as other formats are
-    is_narrow = precision is not None and not (precision.is_read_plainly and source[0].dtype != C.dtype)
+    is_alike = source[0].dtype == C.dtype and C.itemsize == 2
+    is_narrow = precision is not None and (is_alike or not precision.is_read_plainly)
     block_p = min(chosen.block, power_of_two(width))
     block_n = max(power_of_two(states), LEAST_DEPTH)
     skips = precision is not None and precision.decay_skip > 0

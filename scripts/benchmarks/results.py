@@ -80,17 +80,19 @@ class Results:
     def index(self, where: dict[str, Any]) -> int:
         """The place of an environment in the file, where it is written down."""
         with self._changed():
-            environments: list[dict[str, Any]] = self.data["environments"]
-            if where not in environments:
-                environments.append(where)
-            return environments.index(where)
+            return self._index(where)
 
     def put(self, key: str, record: dict[str, Any], where: dict[str, Any]) -> None:
         """Add a cell, measured in the environment ``where``, and write the file."""
-        index = self.index(where)
         with self._changed():
-            self.cells[key] = {**record, "environment": index}
+            self.cells[key] = {**record, "environment": self._index(where)}
         self._done.add(key)
+
+    def _index(self, where: dict[str, Any]) -> int:
+        environments: list[dict[str, Any]] = self.data["environments"]
+        if where not in environments:
+            environments.append(where)
+        return environments.index(where)
 
     def _read(self) -> None:
         if self.path.exists():

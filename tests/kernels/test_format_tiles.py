@@ -12,7 +12,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from replay_transformers.kernels.formats import FORMATS, PlainFormat, StoredState  # noqa: E402
-from replay_transformers.kernels.tiles import store_tiles  # noqa: E402
+from replay_transformers.kernels.tiles import LEAST_DEPTH, store_tiles  # noqa: E402
 from replay_transformers.kernels.validation import power_of_two  # noqa: E402
 from tests.support.kernels import DEVICE, INTERPRETED, bits  # noqa: E402
 
@@ -84,7 +84,7 @@ def _run(name: str, values: torch.Tensor, positions: torch.Tensor, transposed: b
     rows, heads, channels, states = values.shape
     parts = _parts(name, rows, heads, channels, states, transposed)
     stored = torch.zeros(2, *values.shape, device=DEVICE)
-    block_n, kernels = max(power_of_two(states), 32), FORMATS[name].kernels()
+    block_n, kernels = max(power_of_two(states), LEAST_DEPTH), FORMATS[name].kernels()
     _encode[(rows * heads,)](
         values, *_pointers(parts), stored, KEY, positions,
         STORE=kernels.store, LOAD=kernels.load, HEADS=heads, WIDTH=channels, STATES=states,
@@ -166,8 +166,8 @@ def test_products(name: str, channels: int, states: int, tokens: int, dtype: tor
     out, kernels = torch.zeros(2, 2, channels, tokens, device=DEVICE), FORMATS[name].kernels()
     _multiply[(4,)](
         *_pointers(parts), vectors, out, OPENED=kernels.opened, VECTORS=kernels.vectors, PRODUCTS=kernels.products,
-        WIDTH=channels, STATES=states, BLOCK=max(power_of_two(channels), 16), BLOCK_N=max(power_of_two(states), 32),
-        TOKENS=tokens, BLOCK_T=power_of_two(tokens),
+        WIDTH=channels, STATES=states, BLOCK=max(power_of_two(channels), 16), TOKENS=tokens,
+        BLOCK_N=max(power_of_two(states), LEAST_DEPTH), BLOCK_T=power_of_two(tokens),
     )  # fmt: skip
     taken = vectors[:, ::2].double().T
     exact, most = read.double() @ taken, read.double().abs() @ taken.abs()
