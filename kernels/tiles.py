@@ -12,6 +12,7 @@ __all__ = [
     "due_rows",
     "exact_product",
     "inside",
+    "largest_bits",
     "load_vectors",
     "magnitude_bits",
     "piece_of_due",

@@ -47,10 +47,10 @@ def _number(code):
 @triton.jit
 def _code(magnitude, unit):
     """The number of e2m1 that is nearest to ``magnitude / unit``, ties to even codes."""
-    code = (magnitude > unit * 0.25).to(tl.int32) + (magnitude >= unit * 0.75).to(tl.int32)
-    code += (magnitude > unit * 1.25).to(tl.int32) + (magnitude >= unit * 1.75).to(tl.int32)
-    code += (magnitude > unit * 2.5).to(tl.int32) + (magnitude >= unit * 3.5).to(tl.int32)
-    code += (magnitude > unit * 5.0).to(tl.int32)
+    upper = magnitude >= unit * 1.75
+    second = magnitude >= tl.where(upper, unit * 3.5, unit * 0.75)
+    middle = tl.where(upper, tl.where(second, unit * 5.0, unit * 2.5), tl.where(second, unit * 1.25, unit * 0.25))
+    code = tl.where(upper, 4, 0) | tl.where(second, 2, 0) | (magnitude > middle).to(tl.int32)
     return tl.where(unit > 0.0, code, 0)
 
 

@@ -64,6 +64,11 @@ class Precision:
         return any(form.needs_head for form in self.written)
 
     @property
+    def copies_heads(self) -> bool:
+        """Whether only the copy needs all channels of a head: it can be made of what is stored."""
+        return self.needs_heads and not self.written[0].needs_head
+
+    @property
     def least_log(self) -> float:
         """The logarithm of ``decay_skip``."""
         return math.log(self.decay_skip) if self.decay_skip else 0.0

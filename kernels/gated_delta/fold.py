@@ -83,42 +83,65 @@ def solve(
 
 
 @triton.jit
+def _places(block, begin, first, WIDTH: tl.constexpr, STATES: tl.constexpr, BLOCK_V: tl.constexpr, PART: tl.constexpr):
+    """Where PART states of the channels of ``block`` lie, and which of them there are, ``[4, 8, w, PART / 8, 2, 2]``.
+
+    The dimensions are those in which matrix units keep rows and columns of a product: four threads with two states
+    each, eight with two channels each, the groups of 16 channels. A load in this order needs no exchange among threads.
+    """
+    quad, lane, group, step = (
+        tl.arange(0, 4),
+        tl.arange(0, 8),
+        tl.arange(0, BLOCK_V // RECORDS),
+        tl.arange(0, PART // 8),
+    )
+    pair = tl.arange(0, 2)
+    i = begin + (quad[:, None, None] * 2 + step[None, :, None] * 8 + pair[None, None, :])
+    c = lane[:, None, None] * 2 + group[None, :, None] * RECORDS + pair[None, None, :]
+    i, c = i[:, None, None, :, :, None], c[None, :, :, None, None, :]
+    return block + (i * WIDTH + c), (i < STATES) & inside(first + c, WIDTH, BLOCK_V)
+
+
+@triton.jit
 def _tile(
-    block, keys, values, solution, start, count, p_ok,
+    block, keys, values, solution, start, count, first,
     WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Fold the ``count`` oldest records into ``block``, ``[STATES, BLOCK_V]``.
+    """Fold the ``count`` oldest records into ``block``, ``[STATES, BLOCK_V]``, which begins with the channel ``first``.
 
     It stays in registers, in parts of PART states and transposed: so it enters products as it leaves them.
     """
-    n, p = tl.arange(0, PART), tl.arange(0, BLOCK_V)
+    m = tl.arange(0, BLOCK_V)
+    c = m // RECORDS * RECORDS + m % 8 * 2 + m // 8 % 2  # as the rows of a product are numbered
     parts = ()
     for begin in tl.static_range(0, BLOCK_K, PART):
-        ok = (begin + n < STATES)[:, None] & p_ok[None, :]
-        part = tl.load(block + ((begin + n)[:, None] * WIDTH + p[None, :]), mask=ok, other=0.0)
-        parts += (tl.trans(part.to(tl.float32)),)  # type: ignore[assignment]
+        place, ok = _places(block, begin, first, WIDTH, STATES, BLOCK_V, PART)
+        part = tl.permute(tl.load(place, mask=ok, other=0.0).to(tl.float32), (2, 5, 1, 3, 0, 4))
+        parts += (tl.reshape(part, [BLOCK_V, PART]),)  # type: ignore[assignment]
+    c_ok = inside(first + c, WIDTH, BLOCK_V)
     parts = advanced(
-        parts, keys, values, solution, start, count, p_ok, WIDTH, STATES, CAPACITY, BLOCK_V, BLOCK_K, BLOCK_R, PART
+        parts, keys, values, solution, start, count, c, c_ok, WIDTH, STATES, CAPACITY, BLOCK_V, BLOCK_K, BLOCK_R, PART
     )
     for begin in tl.static_range(0, BLOCK_K, PART):
-        ok = (begin + n < STATES)[:, None] & p_ok[None, :]
-        place = block + ((begin + n)[:, None] * WIDTH + p[None, :])
-        tl.store(place, saturated(tl.trans(parts[begin // PART]), block.dtype.element_ty), mask=ok)
+        place, ok = _places(block, begin, first, WIDTH, STATES, BLOCK_V, PART)
+        part = tl.reshape(parts[begin // PART], [BLOCK_V // RECORDS, 2, 8, PART // 8, 4, 2])
+        part = tl.permute(part, (4, 2, 0, 3, 5, 1))
+        tl.store(place, saturated(part, block.dtype.element_ty), mask=ok)
 
 
 @triton.jit
 def advanced(
-    parts, keys, values, solution, start, count, p_ok,
+    parts, keys, values, solution, start, count, c, c_ok,
     WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """States of some channels ``[BLOCK_V, PART]``, in parts, after the ``count`` oldest records."""
-    age, n, p = tl.arange(0, RECORDS), tl.arange(0, PART), tl.arange(0, BLOCK_V)
+    """States of the channels ``c`` of a block, ``[BLOCK_V, PART]`` in parts, after the ``count`` oldest records."""
+    age, n = tl.arange(0, RECORDS), tl.arange(0, PART)
     for first in tl.static_range(0, BLOCK_R, RECORDS):  # without a loop the next tile can be under way meanwhile
         live, is_block = first + age < count, first + 0 * age < count
-        slot = record_slot(start, tl.minimum(first + age, CAPACITY), CAPACITY)[:, None]
-        value = tl.load(values + (slot * WIDTH + p[None, :]), mask=live[:, None] & p_ok[None, :], other=0.0)
+        slot = record_slot(start, tl.minimum(first + age, CAPACITY), CAPACITY)
+        value = tl.load(values + (slot[None, :] * WIDTH + c[:, None]), mask=live[None, :] & c_ok[:, None], other=0.0)
         place = solution + first // RECORDS * SOLUTION
         matrix = tl.load(place + (age[:, None] * RECORDS + age[None, :]), mask=is_block[:, None], other=0.0)
         gain = tl.load(place + (RECORDS * RECORDS + age), mask=is_block, other=0.0)
@@ -126,12 +149,12 @@ def advanced(
         records, answers = (), tl.zeros([BLOCK_V, RECORDS], tl.float32)
         for begin in tl.static_range(0, BLOCK_K, PART):
             key_ok = live[:, None] & (begin + n < STATES)[None, :]
-            records += (tl.load(keys + (slot * STATES + (begin + n)[None, :]), mask=key_ok, other=0.0),)  # type: ignore[assignment]
+            records += (tl.load(keys + (slot[:, None] * STATES + (begin + n)[None, :]), mask=key_ok, other=0.0),)  # type: ignore[assignment]
             # added, here and below, after the product: matrix units truncate where they accumulate
             answers += cut_product(
                 parts[begin // PART], tl.trans(records[begin // PART]), tl.zeros([BLOCK_V, RECORDS], tl.float32)
             )
-        wanted = tl.trans(value.to(tl.float32)) - answers * gain[None, :]
+        wanted = value.to(tl.float32) - answers * gain[None, :]
         weighted = cut_product(wanted, tl.trans(matrix), tl.zeros([BLOCK_V, RECORDS], tl.float32))
         changed = ()
         for begin in tl.static_range(0, BLOCK_K, PART):
@@ -160,8 +183,7 @@ def gated_delta_fold(
         row_head = row * HEADS + head
         keys = ring_k + (row * (HEADS // GROUP) + head // GROUP) * (CAPACITY * STATES)
         block, values = state + (row_head * (STATES * WIDTH) + first), ring_v + (row_head * (CAPACITY * WIDTH) + first)
-        p_ok = inside(first + tl.arange(0, BLOCK_V), WIDTH, BLOCK_V)
         _tile(
-            block, keys, values, solution + row_head * (BLOCK_R // RECORDS * SOLUTION), start, count, p_ok,
+            block, keys, values, solution + row_head * (BLOCK_R // RECORDS * SOLUTION), start, count, first,
             WIDTH, STATES, CAPACITY, BLOCK_V, BLOCK_K, BLOCK_R, PART,
         )  # fmt: skip

@@ -12,6 +12,7 @@ from replay_transformers.kernels.gated_delta.read import (
     read_chunk,
 )
 from replay_transformers.kernels.gated_delta.update import NORM_EPSILON
+from replay_transformers.kernels.overlap import launch_next, wait_for_previous
 from replay_transformers.kernels.tiles import RECORDS, exact_product, piece_of_program, record_slot
 
 __all__ = [
@@ -38,13 +39,15 @@ def gated_delta_prepare(
     HEADS: tl.constexpr, GROUP: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
     SHARE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, FOLD: tl.constexpr,
-    FOLD_FIRST: tl.constexpr, SKIP: tl.constexpr,
+    FOLD_FIRST: tl.constexpr, SKIP: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """SHARE: value heads per program, all of one key head; BLOCK_R: at least the records of any row.
 
     FOLD_FIRST: rows that are due are folded before they are read. SKIP: states that are scaled by less than the
     exponential of ``least_log`` count for nothing.
     """
+    if OVERLAPS:
+        launch_next()
     shares: tl.constexpr = HEADS // SHARE
     row = (tl.program_id(0) // shares).to(tl.int64)
     share = tl.program_id(0) % shares
@@ -140,6 +143,15 @@ def gated_delta_prepare(
 
 
 @triton.jit
+def _cursor_of(cursor, row, FOLD_FIRST: tl.constexpr):
+    """Slot of the oldest record, how many there are, and how many of them have been folded."""
+    folded = 0
+    if FOLD_FIRST:
+        folded = tl.load(cursor + row * 3 + 2)
+    return tl.load(cursor + row * 3), tl.load(cursor + row * 3 + 1), folded
+
+
+@triton.jit
 def gated_delta_step(
     state, q, k, v, beta, ring_v, ring_d,
     coefficient, own_coefficient, gain, cursor, y,
@@ -150,7 +162,7 @@ def gated_delta_step(
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, AGES: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, FOLD_FIRST: tl.constexpr, SKIP: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, FOLD_FIRST: tl.constexpr, SKIP: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """ROWS, CHUNK, STAGES: how the state is read, see `read`; AGES: records that are read at a time.
 
@@ -174,17 +186,18 @@ def gated_delta_step(
     gains = gain + row_head * (2 * TOKENS) + token
     read_ok = p_ok
     if SKIP:
+        if OVERLAPS:
+            wait_for_previous()
         read_ok = p_ok & (tl.load(gain + (row_head * (2 * TOKENS) + 0 * p)) > 0.0)
-    start, past = tl.load(cursor + row * 3), tl.load(cursor + row * 3 + 1)
-    folded = 0
-    if FOLD_FIRST:
-        folded = tl.load(cursor + row * 3 + 2)
 
     # what checkpoint and records answer to the keys and to the queries
     if TOKENS == 1:
         # of the state as much as registers hold is under way before anything waits for the cursor
         chunk = read_chunk(block, new_k, new_q, k_state, q_state, 0, read_ok, WIDTH, STATES, BLOCK_V, ROWS)
         value = tl.load(new_v, mask=out_ok, other=0.0)
+        if OVERLAPS:
+            wait_for_previous()
+        start, past, folded = _cursor_of(cursor, row, FOLD_FIRST)
         d = deltas_of_records(ring_d + records, start, folded, past, age, p, p_ok, WIDTH, CAPACITY)
         known_k = tl.sum(d.to(tl.float32) * tl.load(factors + age)[:, None], 0)
         known_q = tl.sum(d.to(tl.float32) * tl.load(factors + (BLOCK_R + age))[:, None], 0)
@@ -203,6 +216,9 @@ def gated_delta_step(
             block, new_k, new_q, k_token, k_state, q_token, q_state, read_ok,
             WIDTH, STATES, BLOCK_V, BLOCK_K, TOKENS, CHUNK, STAGES,
         )  # fmt: skip
+        if OVERLAPS:
+            wait_for_previous()
+        start, past, folded = _cursor_of(cursor, row, FOLD_FIRST)
         answer_k = tl.load(gains, mask=token_ok, other=0.0)[:, None] * carried_k
         answer_q = tl.load(gains + TOKENS, mask=token_ok, other=0.0)[:, None] * carried_q
         for begin in tl.static_range(0, BLOCK_R, AGES):

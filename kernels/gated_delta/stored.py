@@ -11,11 +11,13 @@ import triton.language as tl
 from replay_transformers.kernels.gated_delta.fold import SOLUTION, advanced
 from replay_transformers.kernels.gated_delta.read import halves, product
 from replay_transformers.kernels.gated_delta.step import among_tokens, deltas_of_records, finish, rows_of_factors
+from replay_transformers.kernels.overlap import wait_for_previous
 from replay_transformers.kernels.tiles import (
     RECORDS,
     due_rows,
     exact_product,
     inside,
+    largest_bits,
     piece_of_due,
     piece_of_program,
     store_tiles,
@@ -35,7 +37,7 @@ def gated_delta_stored_step(
     OPENED: tl.constexpr, VECTORS: tl.constexpr, PRODUCTS: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, TILES: tl.constexpr,
-    STAGES: tl.constexpr, TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, SKIP: tl.constexpr,
+    STAGES: tl.constexpr, TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, SKIP: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """TILES: of BLOCK_V channels, that a program goes through; STAGES: of them that are under way at a time.
 
@@ -47,6 +49,8 @@ def gated_delta_stored_step(
     key_head = head // GROUP
     p, token, age, which = tl.arange(0, BLOCK_V), tl.arange(0, most), tl.arange(0, BLOCK_R), tl.arange(0, 2)
     token_ok = (token < TOKENS)[:, None]
+    if OVERLAPS:
+        wait_for_previous()
     start, past, folded = tl.load(cursor + row * 3), tl.load(cursor + row * 3 + 1), tl.load(cursor + row * 3 + 2)
     gains = gain + row_head * (2 * TOKENS) + token[:, None]
     gain_k = tl.load(gains, mask=token_ok, other=0.0)
@@ -88,6 +92,24 @@ def gated_delta_stored_step(
         )  # fmt: skip
 
 
+@triton.jit
+def _after_records(
+    LOAD, values, scales, head_scales, row_head, c, ok, keys, records, solved, start, count,
+    WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    TRANSPOSED: tl.constexpr, SKIP: tl.constexpr,
+):  # fmt: skip
+    """All states of the channels ``c``, whose records begin at ``records``, after the ``count`` oldest of them."""
+    read_ok = ok
+    if SKIP:
+        read_ok = ok & (tl.load(solved + (RECORDS * (RECORDS + 1) + 0 * c)) >= 0.0)
+    s = LOAD(values, scales, head_scales, row_head, c, read_ok, WIDTH, STATES, BLOCK_K, TRANSPOSED)
+    return advanced(
+        (s,), keys, records, solved, start, count, tl.arange(0, BLOCK_V), ok,
+        WIDTH, STATES, CAPACITY, BLOCK_V, BLOCK_K, BLOCK_R, BLOCK_K,
+    )[0]  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["rows", "key"])
 def gated_delta_stored_fold(
     values, scales, head_scales, copy_values, copy_scales, copy_head_scales,
@@ -96,12 +118,12 @@ def gated_delta_stored_fold(
     TRANSPOSED: tl.constexpr, COPY_TRANSPOSED: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-    TILES: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
+    TILES: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, TWICE: tl.constexpr,
     LIST: tl.constexpr, SKIP: tl.constexpr, HAS_COPY: tl.constexpr,
 ):  # fmt: skip
     """LIST: rows whose pieces a program shares with those beside it; TILES: of BLOCK_V channels, that make a piece.
 
-    STAGES: pieces that are under way at a time.
+    STAGES: pieces that are under way at a time, tiles if TWICE: then the copy is made of what has been stored.
     """
     pieces: tl.constexpr = (WIDTH + BLOCK_V * TILES - 1) // (BLOCK_V * TILES)
     p = tl.arange(0, BLOCK_V)
@@ -113,28 +135,51 @@ def gated_delta_stored_fold(
         keys = ring_k + (row * (HEADS // GROUP) + head // GROUP) * (CAPACITY * STATES)
         solved = solution + row_head * (BLOCK_R // RECORDS * SOLUTION)
         records = ring_v + (row_head * (CAPACITY * WIDTH) + first)
-        states = ()
-        for tile in tl.static_range(TILES):
-            c = first + tile * BLOCK_V + p
-            c_ok = inside(c, WIDTH, BLOCK_V * TILES)
-            ok = c_ok
-            if SKIP:
-                ok = c_ok & (tl.load(solved + (RECORDS * (RECORDS + 1) + 0 * p)) >= 0.0)
-            s = LOAD(values, scales, head_scales, row_head, c, ok, WIDTH, STATES, BLOCK_K, TRANSPOSED)
-            states += advanced(
-                (s,), keys, records + tile * BLOCK_V, solved, start, count, c_ok,
-                WIDTH, STATES, CAPACITY, BLOCK_V, BLOCK_K, BLOCK_R, BLOCK_K,
-            )  # fmt: skip
-        if WARPS > 1:
-            # a warp must not overwrite what another has yet to read; else the next piece can be under way by now
-            tl.debug_barrier()
         position = tl.load(base + row) + count
-        states = store_tiles(
-            STORE, values, scales, head_scales, row_head, first, states, key, position, BLOCK_V,
-            WIDTH, STATES, BLOCK_K, TRANSPOSED,
-        )  # fmt: skip
-        if HAS_COPY:
-            store_tiles(
-                STORE_COPY, copy_values, copy_scales, copy_head_scales, row_head, first, states, key, position,
-                BLOCK_V, WIDTH, STATES, BLOCK_K, COPY_TRANSPOSED,
+        if TWICE:
+            largest = 0
+            for tile in tl.range(0, TILES, num_stages=STAGES):
+                c = first + tile * BLOCK_V + p
+                ok = inside(c, WIDTH, BLOCK_V * TILES)
+                s = _after_records(
+                    LOAD, values, scales, head_scales, row_head, c, ok, keys, records + tile * BLOCK_V, solved,
+                    start, count, WIDTH, STATES, CAPACITY, BLOCK_V, BLOCK_K, BLOCK_R, TRANSPOSED, SKIP,
+                )  # fmt: skip
+                if WARPS > 1:
+                    tl.debug_barrier()
+                s = STORE(
+                    values, scales, head_scales, row_head, c, ok, s, 0, key, position,
+                    WIDTH, STATES, BLOCK_K, TRANSPOSED,
+                )  # fmt: skip
+                largest = tl.maximum(largest, largest_bits(s))
+            tl.debug_barrier()
+            for tile in tl.range(0, TILES, num_stages=STAGES):
+                c = first + tile * BLOCK_V + p
+                ok = inside(c, WIDTH, BLOCK_V * TILES)
+                s = LOAD(values, scales, head_scales, row_head, c, ok, WIDTH, STATES, BLOCK_K, TRANSPOSED)
+                STORE_COPY(
+                    copy_values, copy_scales, copy_head_scales, row_head, c, ok, s, largest, key, position,
+                    WIDTH, STATES, BLOCK_K, COPY_TRANSPOSED,
+                )  # fmt: skip
+        else:
+            states = ()
+            for tile in tl.static_range(TILES):
+                c = first + tile * BLOCK_V + p
+                ok = inside(c, WIDTH, BLOCK_V * TILES)
+                s = _after_records(
+                    LOAD, values, scales, head_scales, row_head, c, ok, keys, records + tile * BLOCK_V, solved,
+                    start, count, WIDTH, STATES, CAPACITY, BLOCK_V, BLOCK_K, BLOCK_R, TRANSPOSED, SKIP,
+                )  # fmt: skip
+                states += (s,)  # type: ignore[assignment]
+            if WARPS > 1:
+                # a warp must not overwrite what another has yet to read; else the next piece can be under way by now
+                tl.debug_barrier()
+            states = store_tiles(
+                STORE, values, scales, head_scales, row_head, first, states, key, position, BLOCK_V,
+                WIDTH, STATES, BLOCK_K, TRANSPOSED,
             )  # fmt: skip
+            if HAS_COPY:
+                store_tiles(
+                    STORE_COPY, copy_values, copy_scales, copy_head_scales, row_head, first, states, key, position,
+                    BLOCK_V, WIDTH, STATES, BLOCK_K, COPY_TRANSPOSED,
+                )  # fmt: skip

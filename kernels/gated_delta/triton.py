@@ -20,6 +20,8 @@ Two launches per layer and step, and a third where rows may be due. With the rec
 A state in a format of more than a dtype, or beside a copy that is read, has kernels of its own for the last two
 (`stored`). Its rows that are due are folded before they are read, so that what is read of them is what was just stored.
 
+Where the GPU can do so (`overlap`), the step begins while ``gated_delta_prepare`` ends, and reads the checkpoint.
+
 Everything is computed in float32; products on matrix units are exact where one side is bfloat16, else of three products
 of tf32 each. One token is answered without them, since its step is bound by memory.
 """
@@ -30,6 +32,7 @@ from collections.abc import Callable
 import torch
 import triton
 
+from replay_transformers.kernels.folds import LIST, FoldLaunch
 from replay_transformers.kernels.formats.plain import PlainFormat
 from replay_transformers.kernels.formats.precision import (
     NARROW_BLOCK,
@@ -47,6 +50,7 @@ from replay_transformers.kernels.gated_delta.step import gated_delta_prepare, ga
 from replay_transformers.kernels.gated_delta.stored import gated_delta_stored_fold, gated_delta_stored_step
 from replay_transformers.kernels.gated_delta.update import update
 from replay_transformers.kernels.launch import choose, on_their_device
+from replay_transformers.kernels.overlap import overlapping
 from replay_transformers.kernels.parts import run_in_parts
 from replay_transformers.kernels.tiles import LEAST_DEPTH, MIN_RECORDS
 from replay_transformers.kernels.validation import (
@@ -62,10 +66,12 @@ __all__ = ["replay_step", "update"]
 LEAST_CHANNELS = 16  # of products on matrix units
 DEPTH = 256  # bytes of the state that a thread has under way, where there is one token
 CHUNK, STAGES = 16, 3  # rows of the state per matrix product, and how many products are under way
-# of the fold: channels of a tile, also where a program has all of a head, states per product, programs at most, and
-# rows that they share; warps of a program and tiles that it has under way, for both
-FOLD_BLOCK, HEAD_BLOCK, FOLD_PART, FOLD_PROGRAMS, FOLD_LIST = 16, 128, 64, 4224, 256
-FOLD_WARPS, HEAD_WARPS, FOLD_STAGES, HEAD_STAGES = 1, 8, 2, 1
+FOLD_PART = 64  # states per matrix product of a fold
+# folds: of a plain state; of stored states tile by tile; where a format needs all of a head; where only the copy's does
+PLAIN = FoldLaunch(block=64, warps=4, stages=1, programs=2112)
+TILES = FoldLaunch(block=16, warps=1, stages=2, programs=1056)
+HEADS = FoldLaunch(block=128, warps=8, stages=1, programs=264, whole=True)
+COPIES = FoldLaunch(block=16, warps=1, stages=3, programs=528, whole=True)
 
 
 def _run(
@@ -98,6 +104,8 @@ def _run(
     skips = precision is not None and precision.decay_skip > 0
     folds_first = fold and precision is not None
 
+    early = {} if fold and precision is not None else overlapping(device)
+
     def scratch(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device=device)
 
@@ -116,43 +124,43 @@ def _run(
         *q.stride(), *k.stride(), *g.stride(), *beta.stride(), states**-0.5,
         precision.least_log if precision is not None else 0.0,
         SHARE=share, TOKENS=tokens, BLOCK_T=block_t, FOLD=fold, FOLD_FIRST=folds_first, SKIP=skips,
-        **sizes, num_warps=chosen.share_warps,
+        OVERLAPS=bool(early), **sizes, num_warps=chosen.share_warps,
     )  # fmt: skip
     source = readout or checkpoint
-    fold_v, tiles, fold_warps, stages = min(FOLD_BLOCK, power_of_two(width)), 1, FOLD_WARPS, FOLD_STAGES
-    if precision is not None and precision.needs_heads:
-        fold_v, fold_warps, stages = min(HEAD_BLOCK, power_of_two(width)), HEAD_WARPS, HEAD_STAGES
-        tiles = triton.cdiv(width, fold_v)
-    fold_v = max(fold_v, LEAST_CHANNELS)
-    pieces, lists = rows * heads * triton.cdiv(width, fold_v * tiles), triton.cdiv(rows, FOLD_LIST)
-    fold_grid = (triton.cdiv(min(FOLD_PROGRAMS, pieces), lists), lists)
-    fold_sizes = {"WIDTH": width, "BLOCK_V": fold_v, "STAGES": stages, "LIST": FOLD_LIST}
+    how = PLAIN
+    if precision is not None:
+        how = COPIES if precision.copies_heads else HEADS if precision.needs_heads else TILES
+    fold_v, fold_grid = how.tile(width, LEAST_CHANNELS), how.grid(rows, heads, width, LEAST_CHANNELS)
+    fold_warps = min(how.warps, fold_v // LEAST_CHANNELS)
+    fold_sizes = {"WIDTH": width, "BLOCK_V": fold_v, "STAGES": how.stages, "LIST": LIST}
     if fold and precision is not None:
         written = [form.kernels() for form in precision.written]
         transposed = [isinstance(form, PlainFormat) for form in precision.written]
         gated_delta_stored_fold[fold_grid](
             *pointers(checkpoint), *pointers(source), ring_k, ring_v, solution, cursor, base, folds, rows,
             precision.key, LOAD=written[0].load, STORE=written[0].store, STORE_COPY=written[-1].store,
-            HAS_COPY=bool(readout), TRANSPOSED=transposed[0], COPY_TRANSPOSED=transposed[-1], TILES=tiles, SKIP=skips,
-            WARPS=fold_warps, **fold_sizes, **sizes, num_warps=fold_warps,
+            HAS_COPY=bool(readout), TRANSPOSED=transposed[0], COPY_TRANSPOSED=transposed[-1],
+            TILES=how.tiles(width, LEAST_CHANNELS), TWICE=precision.copies_heads, SKIP=skips, WARPS=fold_warps,
+            **fold_sizes, **sizes, num_warps=fold_warps,
         )  # fmt: skip
     operands = (
         q, k, v, beta, ring_v, ring_d, coefficient, own, gain, cursor, y,
         *q.stride(), *k.stride(), *v.stride(), *beta.stride(),
     )  # fmt: skip
-    step_sizes = {"WIDTH": width, "TOKENS": tokens, "BLOCK_T": block_t, "SKIP": skips}
+    step_sizes = {"WIDTH": width, "TOKENS": tokens, "BLOCK_T": block_t, "SKIP": skips, "OVERLAPS": bool(early)}
     if precision is None or precision.is_read_plainly:
         under_way = max(1, min(block_k, chosen.warps * 32 * DEPTH // (source[0].itemsize * block_v)))
         gated_delta_step[(rows * heads * triton.cdiv(width, block_v),)](
             source[0], *operands, BLOCK_V=block_v, AGES=MIN_RECORDS, ROWS=under_way, CHUNK=min(CHUNK, block_k),
-            STAGES=STAGES, FOLD_FIRST=folds_first, **step_sizes, **sizes, num_warps=chosen.warps,
+            STAGES=STAGES, FOLD_FIRST=folds_first, **step_sizes, **sizes, num_warps=chosen.warps, **early,
         )  # fmt: skip
     else:
         form = precision.read.kernels()
         tiles = tiles_per_program(rows * heads, width)
         gated_delta_stored_step[(rows * heads * triton.cdiv(width, NARROW_BLOCK * tiles),)](
             *pointers(source), *operands, OPENED=form.opened, VECTORS=form.vectors, PRODUCTS=form.products,
-            BLOCK_V=NARROW_BLOCK, TILES=tiles, STAGES=NARROW_STAGES, **step_sizes, **sizes, num_warps=NARROW_WARPS,
+            BLOCK_V=NARROW_BLOCK, TILES=tiles, STAGES=NARROW_STAGES, **step_sizes, **sizes,
+            num_warps=NARROW_WARPS, **early,
         )  # fmt: skip
     if fold and precision is None:
         gated_delta_fold[fold_grid](

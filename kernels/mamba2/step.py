@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from replay_transformers.kernels.tiles import exact_product, inside, piece_of_program, record_slot, saturated
+from replay_transformers.kernels.overlap import launch_next, wait_for_previous
+from replay_transformers.kernels.tiles import RECORDS, exact_product, inside, piece_of_program, record_slot, saturated
 
 __all__ = ["change_of_states", "mamba2_prepare", "mamba2_step", "of_records"]
 
@@ -20,13 +21,15 @@ def mamba2_prepare(
     HEADS: tl.constexpr, GROUP: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
     SHARE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, HAS_D: tl.constexpr, FOLD: tl.constexpr,
-    FOLD_FIRST: tl.constexpr, SKIP: tl.constexpr,
+    FOLD_FIRST: tl.constexpr, SKIP: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """SHARE: heads per program, all of one group; BLOCK_R: at least the records of any row.
 
     FOLD_FIRST: rows that are due are folded before they are read. SKIP: states that are scaled by less than the
-    exponential of ``least_log`` count for nothing.
+    exponential of ``least_log`` count for nothing. OVERLAPS: the step kernel begins meanwhile.
     """
+    if OVERLAPS:
+        launch_next()
     shares: tl.constexpr = HEADS // SHARE
     row = (tl.program_id(0) // shares).to(tl.int64)
     share = tl.program_id(0) % shares
@@ -161,7 +164,8 @@ def change_of_states(
 ):  # fmt: skip
     """What the ``count`` oldest records add to PART states from ``begin`` on, ``[BLOCK_P, PART]``."""
     p, n = tl.arange(0, BLOCK_P), begin + tl.arange(0, PART)
-    change = tl.zeros([PART, BLOCK_P], tl.float32)
+    is_upright: tl.constexpr = BLOCK_P >= RECORDS  # rows enough for a matrix product
+    change = tl.zeros([BLOCK_P, PART] if is_upright else [PART, BLOCK_P], tl.float32)
     for first in tl.static_range(0, BLOCK_R, AGES):
         age = first + tl.arange(0, AGES)
         slot = record_slot(start, tl.minimum(age, CAPACITY), CAPACITY)[:, None]
@@ -169,8 +173,14 @@ def change_of_states(
         old = tl.load(records + (slot * WIDTH + p[None, :]), mask=folded & p_ok[None, :], other=0.0)
         key = tl.load(keys + (slot * STATES + n[None, :]), mask=folded & (n < STATES)[None, :], other=0.0)
         weighted = old.to(tl.float32) * tl.load(weights + age)[:, None]
-        change = exact_product(tl.trans(key), weighted, change)
-    return tl.trans(change)
+        if is_upright:
+            change = exact_product(tl.trans(weighted), key, change)
+        else:
+            change = exact_product(tl.trans(key), weighted, change)
+    if is_upright:
+        return change
+    else:
+        return tl.trans(change)
 
 
 @triton.jit
@@ -201,11 +211,12 @@ def mamba2_step(
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, AGES: tl.constexpr,
     COLUMNS: tl.constexpr, PART: tl.constexpr, TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, FOLD: tl.constexpr,
-    SKIP: tl.constexpr,
+    SKIP: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """COLUMNS: of the state, that different threads read: sums over states are sums in each thread first.
 
-    SKIP: heads whose states count for nothing in this step do not read them.
+    SKIP: heads whose states count for nothing in this step do not read them. OVERLAPS: it begins while the kernel
+    before it ends.
     """
     tiles: tl.constexpr = (WIDTH + BLOCK_P - 1) // BLOCK_P
     first, row_head, head, row = piece_of_program(HEADS, tiles, BLOCK_P)
@@ -217,6 +228,8 @@ def mamba2_step(
     p_ok, n_ok = inside(first + p, WIDTH, BLOCK_P), (n < STATES)[None, :, :]
     block = state + (row_head * WIDTH + first) * STATES
     query, gains = C + row * c_row + group * c_group, carry + row_head * TOKENS
+    if OVERLAPS:
+        wait_for_previous()
     read_ok = p_ok
     if SKIP:
         read_ok = p_ok & (tl.load(gains + 0 * p) > 0.0)

@@ -8,11 +8,13 @@ import triton
 import triton.language as tl
 
 from replay_transformers.kernels.mamba2.step import change_of_states
+from replay_transformers.kernels.overlap import wait_for_previous
 from replay_transformers.kernels.tiles import (
     RECORDS,
     due_rows,
     exact_product,
     inside,
+    largest_bits,
     piece_of_due,
     piece_of_program,
     record_slot,
@@ -30,7 +32,7 @@ def mamba2_stored_step(
     OPENED: tl.constexpr, VECTORS: tl.constexpr, PRODUCTS: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, TILES: tl.constexpr,
-    STAGES: tl.constexpr, TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, SKIP: tl.constexpr,
+    STAGES: tl.constexpr, TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, SKIP: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """TILES: of BLOCK_P channels, that a program goes through; STAGES: of them that are under way at a time.
 
@@ -41,11 +43,13 @@ def mamba2_stored_step(
     p, token, age = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_R)
     own_token = tl.arange(0, RECORDS if TOKENS > 1 else 1)
     token_ok, own_ok = (token < TOKENS)[None, :], (own_token < TOKENS)[:, None]
+    queries = VECTORS(C + row * c_row + (head // GROUP) * c_group, c_token, c_state, STATES, BLOCK_N, TOKENS, BLOCK_T)
+    if OVERLAPS:
+        wait_for_previous()
     start, past = tl.load(cursor + row * 3), tl.load(cursor + row * 3 + 1)
     gains = tl.load(carry + row_head * TOKENS + token[None, :], mask=token_ok, other=0.0)
     if SKIP:
         counts = tl.load(carry + (row_head * TOKENS + 0 * p)) > 0.0
-    queries = VECTORS(C + row * c_row + (head // GROUP) * c_group, c_token, c_state, STATES, BLOCK_N, TOKENS, BLOCK_T)
     factors = coefficient + row_head * (TOKENS * 2 * BLOCK_R) + token[None, :] * (2 * BLOCK_R)
     factor = tl.load(factors + age[:, None], mask=token_ok, other=0.0)
     own_factor = tl.load(factors + (BLOCK_R + own_token)[:, None], mask=own_ok & token_ok, other=0.0)
@@ -74,6 +78,31 @@ def mamba2_stored_step(
         tl.store(records + (own_slot * WIDTH + c[None, :]), own, mask=own_ok & ok[None, :])
 
 
+@triton.jit
+def _after_records(
+    LOAD, values, scales, head_scales, row_head, c, ok, records, keys, weights, start, count,
+    WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, AGES: tl.constexpr,
+    LATE: tl.constexpr, SKIP: tl.constexpr,
+):  # fmt: skip
+    """All states of the channels ``c``, whose records begin at ``records``, after the ``count`` oldest of them.
+
+    LATE: the states are loaded last, for want of registers while the records are waited for.
+    """
+    read_ok = ok
+    if SKIP:
+        read_ok = ok & (tl.load(weights + (BLOCK_R + 0 * c)) > 0.0)
+    total = tl.load(weights + BLOCK_R)
+    if not LATE:
+        s = LOAD(values, scales, head_scales, row_head, c, read_ok, WIDTH, STATES, BLOCK_N, False)
+    change = change_of_states(
+        records, keys, weights, start, count, ok, 0, WIDTH, STATES, CAPACITY, BLOCK_P, BLOCK_R, AGES, BLOCK_N
+    )
+    if LATE:
+        s = LOAD(values, scales, head_scales, row_head, c, read_ok, WIDTH, STATES, BLOCK_N, False)
+    return tl.fma(s, total, change)
+
+
 @triton.jit(do_not_specialize=["rows", "key"])
 def mamba2_stored_fold(
     values, scales, head_scales, copy_values, copy_scales, copy_head_scales,
@@ -81,12 +110,12 @@ def mamba2_stored_fold(
     LOAD: tl.constexpr, STORE: tl.constexpr, STORE_COPY: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, AGES: tl.constexpr,
-    TILES: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
+    TILES: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, TWICE: tl.constexpr,
     LIST: tl.constexpr, SKIP: tl.constexpr, HAS_COPY: tl.constexpr,
 ):  # fmt: skip
     """LIST: rows whose pieces a program shares with those beside it; TILES: of BLOCK_P channels, that make a piece.
 
-    STAGES: pieces that are under way at a time.
+    STAGES: pieces that are under way at a time, tiles if TWICE: then the copy is made of what has been stored.
     """
     pieces: tl.constexpr = (WIDTH + BLOCK_P * TILES - 1) // (BLOCK_P * TILES)
     p = tl.arange(0, BLOCK_P)
@@ -98,33 +127,50 @@ def mamba2_stored_fold(
         records = ring_x + (row_head * (CAPACITY * WIDTH) + first)
         keys = ring_b + (row * (HEADS // GROUP) + head // GROUP) * (CAPACITY * STATES)
         weights = weight + row_head * (BLOCK_R + 1)
-        total = tl.load(weights + BLOCK_R)
-        states = ()
-        for tile in tl.static_range(TILES):
-            c = first + tile * BLOCK_P + p
-            c_ok = inside(c, WIDTH, BLOCK_P * TILES)
-            ok = c_ok
-            if SKIP:
-                ok = c_ok & (tl.load(weights + (BLOCK_R + 0 * p)) > 0.0)
-            if TILES == 1:  # registers enough for the state while the records are waited for
-                s = LOAD(values, scales, head_scales, row_head, c, ok, WIDTH, STATES, BLOCK_N, False)
-            change = change_of_states(
-                records + tile * BLOCK_P, keys, weights, start, count, c_ok, 0,
-                WIDTH, STATES, CAPACITY, BLOCK_P, BLOCK_R, AGES, BLOCK_N,
-            )  # fmt: skip
-            if TILES > 1:
-                s = LOAD(values, scales, head_scales, row_head, c, ok, WIDTH, STATES, BLOCK_N, False)
-            states += (tl.fma(s, total, change),)  # type: ignore[assignment]
-        if WARPS > 1:
-            # a warp must not overwrite what another has yet to read; else the next piece can be under way by now
-            tl.debug_barrier()
         position = tl.load(base + row) + count
-        states = store_tiles(
-            STORE, values, scales, head_scales, row_head, first, states, key, position,
-            BLOCK_P, WIDTH, STATES, BLOCK_N, False,
-        )  # fmt: skip
-        if HAS_COPY:
-            store_tiles(
-                STORE_COPY, copy_values, copy_scales, copy_head_scales, row_head, first, states, key, position,
+        if TWICE:
+            largest = 0
+            for tile in tl.range(0, TILES, num_stages=STAGES):
+                c = first + tile * BLOCK_P + p
+                ok = inside(c, WIDTH, BLOCK_P * TILES)
+                s = _after_records(
+                    LOAD, values, scales, head_scales, row_head, c, ok, records + tile * BLOCK_P, keys, weights,
+                    start, count, WIDTH, STATES, CAPACITY, BLOCK_P, BLOCK_N, BLOCK_R, AGES, False, SKIP,
+                )  # fmt: skip
+                if WARPS > 1:
+                    tl.debug_barrier()
+                s = STORE(
+                    values, scales, head_scales, row_head, c, ok, s, 0, key, position, WIDTH, STATES, BLOCK_N, False
+                )
+                largest = tl.maximum(largest, largest_bits(s))
+            tl.debug_barrier()
+            for tile in tl.range(0, TILES, num_stages=STAGES):
+                c = first + tile * BLOCK_P + p
+                ok = inside(c, WIDTH, BLOCK_P * TILES)
+                s = LOAD(values, scales, head_scales, row_head, c, ok, WIDTH, STATES, BLOCK_N, False)
+                STORE_COPY(
+                    copy_values, copy_scales, copy_head_scales, row_head, c, ok, s, largest, key, position,
+                    WIDTH, STATES, BLOCK_N, False,
+                )  # fmt: skip
+        else:
+            states = ()
+            for tile in tl.static_range(TILES):
+                c = first + tile * BLOCK_P + p
+                ok = inside(c, WIDTH, BLOCK_P * TILES)
+                s = _after_records(
+                    LOAD, values, scales, head_scales, row_head, c, ok, records + tile * BLOCK_P, keys, weights,
+                    start, count, WIDTH, STATES, CAPACITY, BLOCK_P, BLOCK_N, BLOCK_R, AGES, TILES > 1, SKIP,
+                )  # fmt: skip
+                states += (s,)  # type: ignore[assignment]
+            if WARPS > 1:
+                # a warp must not overwrite what another has yet to read; else the next piece can be under way by now
+                tl.debug_barrier()
+            states = store_tiles(
+                STORE, values, scales, head_scales, row_head, first, states, key, position,
                 BLOCK_P, WIDTH, STATES, BLOCK_N, False,
             )  # fmt: skip
+            if HAS_COPY:
+                store_tiles(
+                    STORE_COPY, copy_values, copy_scales, copy_head_scales, row_head, first, states, key, position,
+                    BLOCK_P, WIDTH, STATES, BLOCK_N, False,
+                )  # fmt: skip

@@ -15,7 +15,8 @@ A state in a format of more than a dtype, or beside a copy that is read, has a k
 third launch (`stored`): its rows that are due are folded before they are read, so that what is read of them is what was
 just stored. What is narrow is read by a kernel of its own as well, which multiplies it on matrix units.
 
-The step is bound by memory: nothing may wait for anything before the state is under way. Everything is computed in
+The step is bound by memory: nothing may wait for anything before the state is under way. Where the GPU can do so
+(`overlap`), its kernel begins while ``mamba2_prepare`` ends. Everything is computed in
 float32 or, on matrix units, exactly as well; see `exact_product`.
 """
 
@@ -25,6 +26,7 @@ from collections.abc import Callable
 import torch
 import triton
 
+from replay_transformers.kernels.folds import LIST, FoldLaunch
 from replay_transformers.kernels.formats.precision import (
     NARROW_BLOCK,
     NARROW_STAGES,
@@ -40,6 +42,7 @@ from replay_transformers.kernels.launch import choose, on_their_device
 from replay_transformers.kernels.mamba2.step import mamba2_prepare, mamba2_step
 from replay_transformers.kernels.mamba2.stored import mamba2_stored_fold, mamba2_stored_step
 from replay_transformers.kernels.mamba2.update import update
+from replay_transformers.kernels.overlap import overlapping
 from replay_transformers.kernels.parts import run_in_parts
 from replay_transformers.kernels.tiles import LEAST_DEPTH, MIN_RECORDS
 from replay_transformers.kernels.validation import (
@@ -54,9 +57,10 @@ __all__ = ["replay_step", "update"]
 
 COLUMNS = 32  # 4 bytes each: what a memory transaction reads of one channel's states
 PART = 64  # states folded at a time
-# of the fold of stored states: channels of a tile, warps of a program and what it has under way, with one tile and with
-# all of a head, programs at most, and rows that they share
-FOLD_BLOCK, FOLD_WARPS, HEAD_WARPS, FOLD_STAGES, HEAD_STAGES, FOLD_PROGRAMS, FOLD_LIST = 16, 1, 4, 2, 1, 4224, 256
+# folds of stored states: tile by tile; where a format needs all of a head; where only the copy's does
+TILES = FoldLaunch(block=16, warps=1, stages=2, programs=2112)
+HEADS = FoldLaunch(block=16, warps=4, stages=1, programs=264, whole=True)
+COPIES = FoldLaunch(block=16, warps=1, stages=1, programs=2112, whole=True)
 
 
 def _run(
@@ -92,6 +96,8 @@ def _run(
     block_n = max(power_of_two(states), LEAST_DEPTH)
     skips = precision is not None and precision.decay_skip > 0
 
+    early = {} if fold and precision is not None else overlapping(device)
+
     def scratch(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device=device)
 
@@ -109,26 +115,24 @@ def _run(
         cursor, coefficient, carry, weight, *dt.stride(), *B.stride(), *C.stride(),
         precision.least_log if precision is not None else 0.0,
         SHARE=share, BLOCK_H=power_of_two(share), HAS_D=D is not None, FOLD=fold,
-        FOLD_FIRST=fold and precision is not None, SKIP=skips,
+        FOLD_FIRST=fold and precision is not None, SKIP=skips, OVERLAPS=bool(early),
         **step_sizes, num_warps=chosen.share_warps,
     )  # fmt: skip
     if fold and precision is not None:
         written = [form.kernels() for form in precision.written]
-        fold_p, tiles, fold_warps, stages = min(FOLD_BLOCK, power_of_two(width)), 1, FOLD_WARPS, FOLD_STAGES
-        if precision.needs_heads:
-            tiles, fold_warps, stages = triton.cdiv(width, fold_p), HEAD_WARPS, HEAD_STAGES
-        pieces, lists = rows * heads * triton.cdiv(width, fold_p * tiles), triton.cdiv(rows, FOLD_LIST)
-        mamba2_stored_fold[(triton.cdiv(min(FOLD_PROGRAMS, pieces), lists), lists)](
+        how = COPIES if precision.copies_heads else HEADS if precision.needs_heads else TILES
+        mamba2_stored_fold[how.grid(rows, heads, width)](
             *pointers(checkpoint), *pointers(source), ring_x, ring_b, weight, cursor, base, folds, rows, precision.key,
             LOAD=written[0].load, STORE=written[0].store, STORE_COPY=written[-1].store, HAS_COPY=bool(readout),
-            WIDTH=width, BLOCK_P=fold_p, AGES=MIN_RECORDS, TILES=tiles, STAGES=stages, WARPS=fold_warps,
-            LIST=FOLD_LIST, SKIP=skips, **sizes, num_warps=fold_warps,
+            WIDTH=width, BLOCK_P=how.tile(width), AGES=MIN_RECORDS, TILES=how.tiles(width), STAGES=how.stages,
+            WARPS=how.warps, TWICE=precision.copies_heads, LIST=LIST, SKIP=skips, **sizes, num_warps=how.warps,
         )  # fmt: skip
     if not is_narrow:
         mamba2_step[(rows * heads * triton.cdiv(width, block_p),)](
             source[0], x, C, ring_x, ring_b, coefficient, carry, weight, cursor, y, *x.stride(), *C.stride(),
             WIDTH=width, BLOCK_P=block_p, AGES=MIN_RECORDS, COLUMNS=min(COLUMNS, block_n), PART=min(PART, block_n),
-            FOLD=fold and precision is None, SKIP=skips, **step_sizes, num_warps=chosen.warps,
+            FOLD=fold and precision is None, SKIP=skips, OVERLAPS=bool(early), **step_sizes,
+            num_warps=chosen.warps, **early,
         )  # fmt: skip
     elif precision is not None:
         form = precision.read.kernels()
@@ -137,7 +141,8 @@ def _run(
         mamba2_stored_step[(rows * heads * pieces,)](
             *pointers(source), x, C, ring_x, coefficient, carry, cursor, y, *x.stride(), *C.stride(),
             OPENED=form.opened, VECTORS=form.vectors, PRODUCTS=form.products, WIDTH=width, BLOCK_P=NARROW_BLOCK,
-            TILES=tiles, STAGES=NARROW_STAGES, SKIP=skips, **step_sizes, num_warps=NARROW_WARPS,
+            TILES=tiles, STAGES=NARROW_STAGES, SKIP=skips, OVERLAPS=bool(early), **step_sizes,
+            num_warps=NARROW_WARPS, **early,
         )  # fmt: skip
     return y
 

@@ -142,6 +142,25 @@ def test_a_captured_step_follows_the_cursor(operator: Operator, geometry: Geomet
         assert all(torch.equal(bits(case.buffers[name]), bits(tensor)) for name, tensor in expected.buffers.items())
 
 
+@EVERY_GEOMETRY
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_step_that_begins_early_waits_for_what_it_needs(
+    operator: Operator, geometry: Geometry, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits of one that waits for the kernel before it; other tokens each time, so that nothing old is the same."""
+    kernel = KERNELS[operator.name]
+    if not kernel.overlapping(DEVICE):
+        pytest.skip("this GPU has no programmatic dependent launch")
+    case = make_case(operator, geometry, count, dtype=torch.bfloat16, **spread(64, count))
+    tokens = [{name: tensor.roll(shift, dims=0) for name, tensor in case.tokens.items()} for shift in range(20)]
+    early = [case.run(kernel, tokens=those) for those in tokens]
+    monkeypatch.setattr(kernel, "overlapping", lambda device: {})
+    for those, got in zip(tokens, early, strict=True):
+        expected = case.run(kernel, tokens=those)
+        assert torch.equal(got.output, expected.output)
+        assert all(torch.equal(bits(got.buffers[name]), bits(expected.buffers[name])) for name in expected.buffers)
+
+
 def copies(tensors: Tensors) -> Tensors:
     return {name: tensor.clone() for name, tensor in tensors.items()}
 

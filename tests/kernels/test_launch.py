@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from replay_transformers.kernels import launch, launch_table
+from replay_transformers.kernels import launch, launch_table, overlap
+from replay_transformers.kernels.folds import LIST, FoldLaunch
 from replay_transformers.kernels.launch import Launch, choose
 from replay_transformers.kernels.launch_table import DEFAULT, OPERATORS, Entry, find
 
@@ -115,6 +116,31 @@ def test_a_gpu_is_asked_for_its_name_once(monkeypatch: pytest.MonkeyPatch) -> No
         assert choose("mamba2", torch.device("cuda", 3), size, 1, 64, 128) == choose("mamba2", CPU, size, 1, 64, 128)
     launch.gpu_name.cache_clear()
     assert asked == [torch.device("cuda", 3)]
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0)])
+def test_kernels_begin_early_where_the_gpu_can_do_it(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = pytest.importorskip("triton.backends.nvidia.compiler")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    overlapping = overlap.overlapping.__wrapped__
+    assert overlapping(CPU) == {}
+    assert overlapping(torch.device("cuda")) == ({"launch_pdl": True} if capability >= (9, 0) else {})
+    monkeypatch.delattr(compiler.CUDAOptions, "launch_pdl")
+    assert overlapping(torch.device("cuda")) == {}
+
+
+@pytest.mark.parametrize("rows", [1, 2, 300, 5000])
+@pytest.mark.parametrize("whole", [False, True])
+def test_folds_have_programs_for_every_list_of_rows(rows: int, whole: bool) -> None:
+    how = FoldLaunch(block=16, warps=1, stages=1, programs=8, whole=whole)
+    assert (how.tile(80), how.tile(8), how.tile(8, 16)) == (16, 8, 16)
+    assert (how.tiles(80), how.tiles(8)) == ((5, 1) if whole else (1, 1))
+    programs, lists = how.grid(rows, 1, 80)
+    assert lists * LIST >= rows > (lists - 1) * LIST
+    assert programs >= 1
+    assert programs * lists >= min(8, rows * (1 if whole else 5))
 
 
 def test_override() -> None:
