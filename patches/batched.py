@@ -1,33 +1,28 @@
 """Assisted generation row by row: what transformers hands to its own loop, handed to ours."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import CompileConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from replay_transformers.cache import ReplayCache
-from replay_transformers.config import ReplayConfig
 from replay_transformers.generation.draft_length import FIRST_LENGTH, DraftLength
-from replay_transformers.generation.drafters.assistant import Assistant
-from replay_transformers.generation.drafters.base import Drafter, RowModel
-from replay_transformers.generation.drafters.mtp import MultiTokenPrediction
-from replay_transformers.generation.drafters.prompt_lookup import PromptLookup
+from replay_transformers.generation.drafters.mtp import MOST_WAITING
 from replay_transformers.generation.loop import Kept, Loop
 from replay_transformers.generation.processing import check_processors
+from replay_transformers.generation.row_forward import RowForward
 from replay_transformers.generation.rows import Rows
-from replay_transformers.geometry import FAMILIES, text_config
 from replay_transformers.patches.agreement import agreement
-from replay_transformers.patches.drafts import DFLASH, uses_mtp
-from replay_transformers.patches.mtp import head_of
-from replay_transformers.patches.row_models import AttentionRows, ReplayRows, TargetRows, first_of
+from replay_transformers.patches.drafters import FixedShapes, drafter_of, one_length_each
+from replay_transformers.patches.drafts import DFLASH
+from replay_transformers.patches.pool import Pool
+from replay_transformers.patches.row_models import ReplayRows, TargetRows
 from replay_transformers.patches.versions import cache_argument, generate_cache_name
 
 __all__ = ["generate_in_rows", "refusal"]
 
-DEFAULT_NGRAM = 2  # transformers' own
+UNSTEADY = 3  # rounds of a length: one compiles, then one captures the target's forward, and one the drafter's
 LAST_STATES = -1  # of all hidden states, those of the last layer; since transformers 5.23
 
 
@@ -54,7 +49,8 @@ def generate_in_rows(
     config: Any,
     streamer: Any,
     assistant_model: Any,
-    lend: Callable[[ReplayConfig], ReplayCache],
+    lend: Callable[..., ReplayCache],
+    forwards: Pool[RowForward],
     drafts: int,
     keep: bool,
     model_kwargs: dict[str, Any],
@@ -64,7 +60,7 @@ def generate_in_rows(
     Args:
         model: the target. input_ids: prompts, int64 ``[B, S]``.
         logits_processor, stopping_criteria, config, streamer, assistant_model, model_kwargs: as transformers has them.
-        lend: gives the assistant a cache.
+        lend: gives the assistant a cache. forwards: of drafters, those that are idle.
         drafts: the longest draft.
         keep: somebody may use the cache afterwards.
 
@@ -82,15 +78,20 @@ def generate_in_rows(
             f"the assistant is on {assistant_model.device} and the model on {model.device}: move one of them"
         )
     rows = Rows(input_ids, model_kwargs.get("attention_mask"), _pad(config))
-    drafter = _drafter(model, config, assistant_model, lend, logits_processor, drafts, model_kwargs)
+    is_compiled = model._valid_auto_compile_criteria(model_kwargs, config)
+    levels = sorted({0, min(drafts, FIRST_LENGTH), drafts}) if cache.is_compileable else None
+    fixed = None
+    if is_compiled and levels is not None:
+        tokens = config.max_length + drafts + MOST_WAITING
+        fixed = FixedShapes(forwards, rows.batch, tokens, levels, config.compile_config)
+    drafter = drafter_of(model, config, assistant_model, lend, logits_processor, drafts, model_kwargs, fixed)
     if drafter.reads_states:
         model_kwargs = model_kwargs | {"output_hidden_states": LAST_STATES}
-    target = _target(model, input_ids, cache, config, model_kwargs)
-    levels = sorted({0, min(drafts, FIRST_LENGTH), drafts}) if target.is_fixed else None
+    target = _target(model, input_ids, cache, config, is_compiled, model_kwargs)
     loop = Loop(
         target=target,
         drafter=drafter,
-        length=DraftLength(drafts, cache.replay_config.draft_length, levels),
+        length=DraftLength(drafts, cache.replay_config.draft_length, levels, UNSTEADY if is_compiled else 1),
         processors=logits_processor,
         criteria=stopping_criteria,
         do_sample=config.do_sample,
@@ -109,6 +110,8 @@ def generate_in_rows(
         target.forget(rows)
         cache.cursor.recording = recording
         raise
+    if fixed is not None:
+        fixed.give_back()
     sequences = rows.finished()
     if keep:
         _even_out(target, rows, sequences)
@@ -141,43 +144,18 @@ def _pad(config: Any) -> int:
     return 0 if pad is None else int(pad)
 
 
-def _target(model: Any, input_ids: torch.Tensor, cache: ReplayCache, config: Any, arguments: dict[str, Any]) -> Any:
-    compiled = model._valid_auto_compile_criteria(arguments, config)
-    call = model.get_compiled_call(_one_length_each(config.compile_config)) if compiled else model.__call__
+def _target(
+    model: Any,
+    input_ids: torch.Tensor,
+    cache: ReplayCache,
+    config: Any,
+    is_compiled: bool,
+    arguments: dict[str, Any],
+) -> TargetRows:
+    call = model.get_compiled_call(one_length_each(config.compile_config)) if is_compiled else model.__call__
     others = {name: value for name, value in arguments.items() if value is not cache and name != "use_cache"}
     mask = arguments.get("attention_mask")
     return TargetRows(model, cache, call, others, lambda: model._prefill(input_ids, config, arguments), mask)
-
-
-def _one_length_each(config: CompileConfig | None) -> CompileConfig:
-    """Every length of a forward is compiled by itself, unless the user says otherwise: few occur."""
-    config = CompileConfig() if config is None else config
-    return config if config.dynamic is not None else dataclasses.replace(config, dynamic=False)
-
-
-def _drafter(
-    model: Any,
-    config: Any,
-    assistant: Any,
-    lend: Callable[[ReplayConfig], ReplayCache],
-    processors: Any,
-    drafts: int,
-    arguments: dict[str, Any],
-) -> Drafter:
-    if config.prompt_lookup_num_tokens is not None:
-        return PromptLookup(drafts, config.max_matching_ngram_size or DEFAULT_NGRAM)
-    if uses_mtp(config):
-        return MultiTokenPrediction(head_of(model), drafts, processors, config.do_sample)
-    return Assistant(_assistant_rows(assistant, lend, drafts, arguments), drafts, processors, config.do_sample)
-
-
-def _assistant_rows(
-    assistant: Any, lend: Callable[[ReplayConfig], ReplayCache], drafts: int, arguments: dict[str, Any]
-) -> RowModel:
-    if text_config(assistant.config).model_type not in FAMILIES:
-        return AttentionRows(assistant)
-    cache = lend(ReplayConfig(max_draft=max(ReplayConfig().max_draft, drafts + Assistant.spare)))
-    return ReplayRows(assistant, cache, assistant.__call__, first_of(assistant, arguments))
 
 
 def _even_out(target: ReplayRows, rows: Rows, sequences: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from replay_transformers.patches.segments import devices_of, in_pieces
 
-__all__ = ["cuda_graphs", "with_own_backend"]
+__all__ = ["cuda_graphs", "recorded", "with_own_backend"]
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +53,14 @@ def cuda_graphs(graph_module: torch.fx.GraphModule, example_inputs: Sequence[Any
     return lambda *inputs: _copies(whole(*inputs))
 
 
+def recorded(function: Function) -> Function:
+    """A function of tensors on one GPU as a CUDA graph, like `cuda_graphs`; what cannot be captured runs as it is.
+
+    Every operand is copied. What the function reads and writes besides must stay at its address.
+    """
+    return _Step(function, may_fail=True)
+
+
 def _piece(module: torch.fx.GraphModule) -> Callable[..., Any]:
     """A stretch of a step; it gives what its module gives, a tensor or several."""
     (given,) = module.graph.output_node().args
@@ -71,11 +79,13 @@ class _Step:
     Inputs that dynamo says keep their addresses (weights, buffers of the cache) are read and written where they are.
     All others (token ids, positions, masks) are copied into buffers; a graph that writes into one of those is not
     captured. Outputs are copies and stay valid, unless ``keeps_outputs`` is false: then until the next call.
+
+    With ``may_fail`` a function that cannot be captured runs as it is, and the log says why.
     """
 
-    def __init__(self, function: Function, keeps_outputs: bool = True) -> None:
-        self.function, self.keeps_outputs = function, keeps_outputs
-        self.warm, self.writes_inputs = False, False
+    def __init__(self, function: Function, keeps_outputs: bool = True, may_fail: bool = False) -> None:
+        self.function, self.keeps_outputs, self.may_fail = function, keeps_outputs, may_fail
+        self.warm, self.runs_plainly = False, False
         self.addresses: list[int] = []  # of the inputs that are used where they are, at the time of the capture
         self.buffers: list[torch.Tensor] = []  # for the other ones
         self.outputs: Sequence[Any] = ()
@@ -83,7 +93,7 @@ class _Step:
         self.lock = threading.Lock()
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
-        if self.writes_inputs or not is_capturable(inputs):
+        if self.runs_plainly or not is_capturable(inputs):
             return self.function(*inputs)
         with self.lock:
             if not self.warm:
@@ -91,7 +101,14 @@ class _Step:
             fixed = [value.data_ptr() for value in inputs if _keeps_address(value)]
             moving = [value for value in inputs if not _keeps_address(value)]
             if self.replay is None or fixed != self.addresses:
-                self._capture(inputs, fixed, moving)
+                try:
+                    self._capture(inputs, fixed, moving)
+                except RuntimeError as error:
+                    if not self.may_fail:
+                        raise
+                    self.runs_plainly = True
+                    logger.warning("CUDA graphs: a forward cannot be captured, running without them: %s", error)
+                    return self.function(*inputs)
             assert self.replay is not None
             for buffer, value in zip(self.buffers, moving, strict=True):
                 buffer.copy_(value)
@@ -103,8 +120,8 @@ class _Step:
         # tensors of inference mode count no versions
         before = [value.clone() if value.is_inference() else value._version for value in moving]
         outputs = self.function(*inputs)
-        self.warm, self.writes_inputs = True, not all(map(_is_as_before, moving, before))
-        if self.writes_inputs:
+        self.warm, self.runs_plainly = True, not all(map(_is_as_before, moving, before))
+        if self.runs_plainly:
             logger.warning("CUDA graphs: a step writes into a tensor that is new each time: running without them")
         return outputs
 

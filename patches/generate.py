@@ -13,9 +13,11 @@ import torch
 
 from replay_transformers.cache import ReplayCache
 from replay_transformers.config import ReplayConfig
+from replay_transformers.generation.row_forward import RowForward
 from replay_transformers.geometry import FAMILIES, layer_geometries, text_config
 from replay_transformers.patches.capture import with_own_backend
-from replay_transformers.patches.pool import CachePool
+from replay_transformers.patches.placement import is_on_one_device
+from replay_transformers.patches.pool import CachePool, Pool
 from replay_transformers.patches.versions import cache_argument, generate_cache_name
 
 __all__ = [
@@ -60,12 +62,13 @@ class GenerateSettings:
     Args:
         default: supported models use a replay cache unless the call asks for another one.
         prepare_model: called with the model before a replay cache is used with it.
-        pool: idle caches.
+        pool: idle caches. forwards: idle forwards of drafters.
     """
 
     default: bool = False
     prepare_model: Callable[[Any], None] = lambda model: None
     pool: CachePool = field(default_factory=CachePool)
+    forwards: Pool[RowForward] = field(default_factory=Pool)
     calls: threading.local = field(default_factory=threading.local)
 
     def call(self, outer: bool = False) -> RunningCall:
@@ -207,15 +210,10 @@ def borrow(
     cache = settings.pool.take(model, key)
     if cache is None:
         cache = ReplayCache(model.config, replay_config, max_cache_len=max_cache_len)
-        if max_cache_len is not None and _is_on_one_device(model) and getattr(model, "tp_size", None) is None:
+        if max_cache_len is not None and is_on_one_device(model):
             cache.allocate(rows, model.dtype, model.device)
     call.borrowed.append((model, key, cache))
     return cache
-
-
-def _is_on_one_device(model: Any) -> bool:
-    device_map = getattr(model, "hf_device_map", None) or {"": model.device}
-    return len(set(device_map.values())) == 1 and model.device.type != "meta"
 
 
 def _spare(rows: int) -> int:

@@ -7,7 +7,7 @@ then breaks at every module. Hooks that only move inputs and outputs are shown t
 import types
 from typing import Any
 
-__all__ = ["hide_hook", "parts_of", "show_hook"]
+__all__ = ["hide_hook", "is_on_one_device", "parts_of", "show_hook"]
 
 METHODS = ("pre_forward", "post_forward")
 
@@ -29,6 +29,12 @@ def hide_hook(hook: Any) -> None:
     for name in METHODS:
         if getattr(vars(hook).get(name), "__func__", None) is _visible(hook, name):
             delattr(hook, name)
+
+
+def is_on_one_device(model: Any) -> bool:
+    """Whether one device has all of a model's weights, and the model is not shared by several processes."""
+    devices = {parameter.device for parameter in model.parameters()}
+    return len(devices) == 1 and devices.pop().type != "meta" and getattr(model, "tp_size", None) is None
 
 
 def parts_of(module: Any) -> list[Any]:

@@ -1,48 +1,63 @@
-"""Caches that `generate` builds are kept for its next call of the same shape: no allocation, no new compiled graph."""
+"""What `generate` builds for a model is kept for its next call of the same shape: no allocation, no new graph."""
 
 import threading
 import weakref
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from replay_transformers.cache import ReplayCache
 
-__all__ = ["CachePool"]
+__all__ = ["CachePool", "Pool"]
+
+Kept = TypeVar("Kept")
 
 
-class CachePool:
-    """Idle caches by model and shape. A cache is either in the pool or in the hands of one running call.
+class Pool(Generic[Kept]):
+    """Idle things by model and shape. Each is either in the pool or in the hands of one running call.
 
     Args:
-        per_model: idle caches kept per model; the least recently used one beyond that is freed.
+        per_model: how many are kept per model; the least recently used one beyond that is freed. None of them may
+            refer to the model, which would then never be freed.
     """
 
     def __init__(self, per_model: int = 2) -> None:
         self.per_model = per_model
         self._lock = threading.Lock()
-        self._idle: weakref.WeakKeyDictionary[Any, dict[Hashable, ReplayCache]] = weakref.WeakKeyDictionary()
+        self._idle: weakref.WeakKeyDictionary[Any, dict[Hashable, Kept]] = weakref.WeakKeyDictionary()
 
-    def take(self, model: Any, key: Hashable) -> ReplayCache | None:
-        """Remove and return an idle cache of this model and shape, reset; None if there is none."""
+    def take(self, model: Any, key: Hashable) -> Kept | None:
+        """Remove and return what is idle of this model and shape; None if there is nothing."""
         with self._lock:
-            cache = self._idle.get(model, {}).pop(key, None)
-        if cache is not None:
-            cache.reset()
-        return cache
+            return self._idle.get(model, {}).pop(key, None)
 
-    def give_back(self, model: Any, key: Hashable, cache: ReplayCache) -> None:
-        """Make a cache available to later calls. Growing attention layers are emptied at once."""
-        if cache.max_cache_len is None:
-            for layer in cache.attention_layers:
-                layer.reset()
+    def give_back(self, model: Any, key: Hashable, kept: Kept) -> None:
+        """Make it available to later calls."""
         with self._lock:
             idle = self._idle.setdefault(model, {})
             idle.pop(key, None)
-            idle[key] = cache
+            idle[key] = kept
             while len(idle) > self.per_model:
                 del idle[next(iter(idle))]
 
     def clear(self) -> None:
-        """Free every idle cache."""
+        """Free everything that is idle."""
         with self._lock:
             self._idle.clear()
+
+
+class CachePool(Pool[ReplayCache]):
+    """Idle caches."""
+
+    def take(self, model: Any, key: Hashable) -> ReplayCache | None:
+        """Remove and return an idle cache of this model and shape, reset; None if there is none."""
+        cache = super().take(model, key)
+        if cache is not None:
+            cache.reset()
+        return cache
+
+    def give_back(self, model: Any, key: Hashable, kept: ReplayCache) -> None:
+        """Make a cache available to later calls. Growing attention layers are emptied at once."""
+        if kept.max_cache_len is None:
+            for layer in kept.attention_layers:
+                layer.reset()
+        super().give_back(model, key, kept)

@@ -79,6 +79,7 @@ class _Patches:
                 setattr(owner, name, original)
         if self.settings is not None:  # None if applying the patches failed at its very start
             self.settings.pool.clear()
+            self.settings.forwards.clear()
             importlib.import_module("replay_transformers.patches.mtp").forget_heads()
 
 

@@ -1,7 +1,8 @@
 """Models of transformers as the batched loop sees them: rows have taken in different numbers of tokens."""
 
 import inspect
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -9,11 +10,12 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 
 from replay_transformers.cache import ReplayCache
 from replay_transformers.generation.row_cache import RowCache
+from replay_transformers.generation.row_forward import RowForward
 from replay_transformers.generation.rows import Rows
 from replay_transformers.geometry import text_config
 from replay_transformers.patches.versions import generate_cache_name
 
-__all__ = ["AttentionRows", "ReplayRows", "TargetRows", "first_of", "runs_in_rows"]
+__all__ = ["AttentionRows", "ReplayRows", "TargetRows", "attention_forward", "first_of", "runs_in_rows"]
 
 # what a prompt's forward takes and later ones do not, or what is given anew
 IMAGES = (
@@ -54,6 +56,7 @@ class ReplayRows:
         call: runs a forward; `model` itself or a compiled one.
         first: what the forward over the prompts gets besides (images).
         arguments: what the others get.
+        lengths: numbers of tokens per row that ``call`` is for, where it is not for all.
     """
 
     def __init__(
@@ -63,8 +66,9 @@ class ReplayRows:
         call: Callable[..., Any],
         first: dict[str, Any] | None = None,
         arguments: dict[str, Any] | None = None,
+        lengths: Collection[int] | None = None,
     ) -> None:
-        self.model, self.cache, self.call = model, cache, call
+        self.model, self.cache, self.call, self.lengths = model, cache, call, lengths
         self.first, self.arguments = first or {}, arguments or {}
         self.mask: torch.Tensor | None = None
         self.is_fixed = cache.is_compileable
@@ -98,7 +102,8 @@ class ReplayRows:
         inputs = {generate_cache_name(): self.cache, "use_cache": True, "return_dict": True, **self.arguments}
         is_own = self._counts_positions or self._shift is not None
         places = self._positions(tokens) if is_own else None
-        output = self.call(input_ids=tokens, attention_mask=self.mask, position_ids=places, **inputs)
+        call = self.call if self.lengths is None or tokens.shape[1] in self.lengths else self.model
+        output = call(input_ids=tokens, attention_mask=self.mask, position_ids=places, **inputs)
         self.states = _last_states(output)
         return output.logits
 
@@ -180,36 +185,46 @@ def runs_in_rows(model: Any) -> bool:
     return kinds and not getattr(model, "_is_stateful", False) and config.model_type not in POSITIONS_FROM_MASKS
 
 
+def attention_forward(model: Any) -> Callable[..., torch.Tensor]:
+    """Runs a model without a recurrent state as `RowForward` asks for it, and does not keep it alive: its logits."""
+    reference = weakref.ref(model)
+
+    def run(tokens: torch.Tensor, mask: Any, positions: torch.Tensor, cache: RowCache) -> torch.Tensor:
+        called: Any = reference()
+        named = {generate_cache_name(): cache, "use_cache": True, "return_dict": True}
+        return called(input_ids=tokens, attention_mask=mask, position_ids=positions, **named).logits
+
+    return run
+
+
 class AttentionRows:
     """A model without a recurrent state, on a `RowCache`.
+
+    Args:
+        forward: its forwards, made of `attention_forward`; by default on a cache that grows.
 
     Raises:
         NotImplementedError: a model that has one.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, forward: RowForward | None = None) -> None:
         if not runs_in_rows(model):
             raise NotImplementedError(
                 f"{type(model).__name__} cannot draft for a batch: it has layers that are no attention, or positions "
                 "that cannot be given to it row by row"
             )
-        self.model, self.cache = model, RowCache(text_config(model.config).num_hidden_layers)
+        if forward is None:
+            cache = RowCache(text_config(model.config).num_hidden_layers)
+            run = attention_forward(model)
+            forward = RowForward(cache, run, model.config._attn_implementation, model.dtype)
+        self.model, self.forward, self.cache = model, forward, forward.cache
 
     def prefill(self, rows: Rows) -> torch.Tensor:
         """Take in the prompts; logits ``[B, vocabulary]`` of the token behind them."""
         self.cache.begin(rows.padding)
-        places = self.cache.advance(rows.prompt)
-        return self._call(rows.ids[:, : rows.prompt], rows.prompt_mask, places)[:, -1]
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Take in ``[B, T]`` more tokens; logits ``[B, T, vocabulary]`` behind each of them."""
-        places = self.cache.advance(tokens.shape[1])
-        mask = self.cache.mask(self.model.config._attn_implementation, self.model.dtype)
-        return self._call(tokens, mask, places)
-
-    def _call(self, tokens: torch.Tensor, mask: torch.Tensor | None, places: torch.Tensor) -> torch.Tensor:
-        named = {generate_cache_name(): self.cache, "use_cache": True, "return_dict": True}
-        return self.model(input_ids=tokens, attention_mask=mask, position_ids=places, **named).logits
+        self.cache.advance(rows.prompt)
+        ids, mask = rows.ids[:, : rows.prompt], rows.prompt_mask
+        return self.forward.run(ids, mask, self.cache.positions(), self.cache)[:, -1]
 
     def reject(self, rejected: torch.Tensor, longest: int | None = None) -> None:
         """Forget the last ``rejected`` (int64 ``[B]``) tokens of each row."""

@@ -23,14 +23,16 @@ class DraftLength:
         most: the longest draft.
         mode: "adaptive"; "fixed": always the longest; "off": none (`ReplayConfig.draft_length`).
         levels: lengths to choose from, 0 and ``most`` included; None: all.
+        unsteady: of each length so many rounds are not timed: they may compile or capture.
         seconds: what a round took, by the length of its draft.
     """
 
     most: int
     mode: str = "adaptive"
     levels: list[int] | None = None
+    unsteady: int = 1
     seconds: dict[int, float] = field(default_factory=dict)
-    _warm: set[int] = field(default_factory=set)
+    _rounds: dict[int, int] = field(default_factory=dict)
     _accepted: float = 0.0
     _rejected: float = 0.0
     _proposing: float = 0.0
@@ -64,10 +66,10 @@ class DraftLength:
         """
         if self.mode != "adaptive":
             return
-        if drafted in self._warm:  # the first round of a length may have compiled something
+        self._rounds[drafted] = self._rounds.get(drafted, 0) + 1
+        if self._rounds[drafted] > self.unsteady:
             known = self.seconds.get(drafted)
             self.seconds[drafted] = seconds if known is None else MEMORY * known + (1 - MEMORY) * seconds
-        self._warm.add(drafted)
         if drafted == 0:
             self._idle += 1
             return

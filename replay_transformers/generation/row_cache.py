@@ -18,6 +18,7 @@ class RowPointers:
 
     Args:
         padding: int64 ``[B]``, slots at the beginning of each row that hold padding.
+        first: int64 ``[B]``, position of the token in the slot behind the padding.
         starts: int64 ``[B]``, the slot of each row's first token in the latest forward.
         lengths: int64 ``[B]``, filled slots of each row, padding included.
         before: at least as many as the longest row had before the latest forward.
@@ -27,6 +28,7 @@ class RowPointers:
     """
 
     padding: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    first: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     starts: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     lengths: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     before: int = 0
@@ -77,7 +79,11 @@ class RowLayer(DynamicLayer):
         return pad(held, (0, 0, 0, missing)) if missing > 0 else held
 
     def reset(self) -> None:
-        """Drop keys and values."""
+        """Drop keys and values; buffers of a fixed width stay where they are, with zeros in them."""
+        if self.rows.width and self.keys is not None and self.values is not None:
+            self.keys.zero_()
+            self.values.zero_()
+            return
         self.keys = self.values = None
         self.is_initialized = False
 
@@ -98,28 +104,51 @@ class RowCache(Cache):
 
     Args:
         layers: of the model.
+        slots: the buffers have room for so many tokens per row and stay where they are; 0: they grow.
     """
 
-    def __init__(self, layers: int) -> None:
-        self.rows = RowPointers()
+    def __init__(self, layers: int, slots: int = 0) -> None:
+        self.is_fixed = slots > 0
+        self.rows = RowPointers(width=width_for(slots))
         super().__init__(layers=[RowLayer(self.rows) for _ in range(layers)])
 
-    def begin(self, padding: torch.Tensor) -> None:
-        """Forget everything. The rows of the first forward will have so many slots of padding (int64 ``[B]``)."""
+    def begin(self, padding: torch.Tensor, first: torch.Tensor | None = None) -> None:
+        """Forget everything.
+
+        Args:
+            padding: int64 ``[B]``, slots of padding that the rows of the first forward will have.
+            first: int64 ``[B]``, positions of the tokens behind it; 0 by default.
+        """
+        if not self.is_fixed:
+            self.rows.width = 0
         for layer in self.layers:
             layer.reset()
         self.rows.padding, self.rows.lengths = padding, torch.zeros_like(padding)
+        self.rows.first = torch.zeros_like(padding) if first is None else first
         self.rows.starts = self.rows.lengths
-        self.rows.before = self.rows.longest = self.rows.width = 0
+        self.rows.before = self.rows.longest = 0
 
-    def advance(self, tokens: int) -> torch.Tensor:
-        """Make room for so many more tokens in every row; their positions, int64 ``[B, tokens]``, 0 for padding."""
+    def advance(self, tokens: int) -> None:
+        """Make room for so many more tokens in every row.
+
+        Raises:
+            ValueError: buffers of a fixed width have none. Nothing is changed then.
+        """
+        longest = self.rows.longest + tokens
+        if self.is_fixed and longest > self.rows.width:
+            raise ValueError(
+                f"{self.rows.longest} tokens in the longest row and {tokens} new ones exceed the {self.rows.width} "
+                "slots of this RowCache: build one with more slots"
+            )
         self.rows.starts, self.rows.before, self.rows.copies = self.rows.lengths, self.rows.longest, {}
-        self.rows.lengths = self.rows.starts + tokens
-        self.rows.longest += tokens
-        self.rows.width = max(self.rows.width, width_for(self.rows.longest))
-        order = torch.arange(tokens, device=self.rows.starts.device)
-        return ((self.rows.starts - self.rows.padding)[:, None] + order).clamp(min=0)
+        self.rows.lengths, self.rows.longest = self.rows.starts + tokens, longest
+        self.rows.width = max(self.rows.width, width_for(longest))
+
+    def positions(self) -> torch.Tensor:
+        """Of the tokens of the latest `advance`, int64 ``[B, tokens]``; ``first`` for padding."""
+        rows = self.rows
+        order = torch.arange(rows.longest - rows.before, device=rows.starts.device)
+        return ((rows.starts - rows.padding)[:, None] + order).clamp(min=0) + rows.first[:, None]
 
     def mask(self, implementation: str, dtype: torch.dtype) -> torch.Tensor | None:
         """What the tokens of the latest `advance` see: ``[B, 1, T, slots]``, as the attention takes it.

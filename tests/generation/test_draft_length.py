@@ -95,3 +95,14 @@ def test_the_first_round_of_a_length_is_not_timed() -> None:
     assert length.seconds == {}
     length.observe(4, 4, 4, 12, 1, seconds=0.1)
     assert length.seconds == {4: 0.1}
+
+
+def test_rounds_that_may_compile_are_not_timed() -> None:
+    length = DraftLength(4, unsteady=3)
+    for seconds in (60.0, 5.0, 5.0):
+        length.observe(4, 1, 1, 2, 1, seconds)
+        assert not length.seconds
+    length.observe(4, 1, 1, 2, 1, 0.01)
+    assert length.seconds == {4: 0.01}
+    length.observe(0, 1, 0, 0, 0, 60.0)
+    assert length.seconds == {4: 0.01}, "each length has its own"

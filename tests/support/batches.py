@@ -62,7 +62,7 @@ def observed(model: Any, replace: Callable[[Any], Any] | None = None, is_compile
 
     Forwards of a model that is compiled are not counted: the hook would be compiled as well.
     """
-    rounds, original = Rounds(), batched._drafter
+    rounds, original = Rounds(), batched.drafter_of
 
     class Watched:
         def __init__(self, drafter: Any) -> None:
@@ -93,13 +93,13 @@ def observed(model: Any, replace: Callable[[Any], Any] | None = None, is_compile
             rounds.forwards.append(kwargs["input_ids"].shape[1])
 
     hook = None if is_compiled else model.register_forward_pre_hook(note, with_kwargs=True)
-    batched._drafter = build
+    batched.drafter_of = build
     try:
         yield rounds
     finally:
         if hook is not None:
             hook.remove()
-        batched._drafter = original
+        batched.drafter_of = original
 
 
 class Oracle:

@@ -25,6 +25,7 @@ class Assistant:
 
     reads_states = False
     spare = 1  # tokens that its cache must be able to reject beside drafts
+    lengths = (1, 2)  # of its forwards, where no round went without a draft
 
     def __init__(self, model: RowModel, most: int, processors: LogitsProcessorList, do_sample: bool) -> None:
         self.model, self.most, self.processors, self.do_sample = model, most, processors, do_sample

@@ -13,6 +13,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from replay_transformers.generation.acceptance import Draft
 from replay_transformers.generation.drafters.base import draw
 from replay_transformers.generation.row_cache import RowCache
+from replay_transformers.generation.row_forward import RowForward
 from replay_transformers.generation.rows import Rows
 
 __all__ = ["Head", "MultiTokenPrediction"]
@@ -65,14 +66,22 @@ class MultiTokenPrediction:
         most: tokens of the longest draft.
         processors: of the target's logits, applied to the head's as well.
         do_sample: draw the drafts, and say from which distribution.
+        feed: the head's forwards on a cache of its own; by default on one that grows.
     """
 
     reads_states = True
 
-    def __init__(self, head: Head, most: int, processors: LogitsProcessorList, do_sample: bool) -> None:
+    def __init__(
+        self,
+        head: Head,
+        most: int,
+        processors: LogitsProcessorList,
+        do_sample: bool,
+        feed: RowForward | None = None,
+    ) -> None:
         self.head, self.most, self.processors, self.do_sample = head, most, processors, do_sample
-        self.cache = RowCache(head.cached)
-        self._first: torch.Tensor  # int64 [B]: position of the token in the slot behind the padding
+        self._feed = feed or RowForward(RowCache(head.cached), head.forward, head.implementation, head.dtype)
+        self.cache = self._feed.cache
         self._skipped = 0  # tokens of the prompt before those that the head has seen
         self._last: torch.Tensor  # [B, 1, hidden]: what predicts the token behind each row
         # States of accepted tokens that the head has not taken in: [B, n, hidden], of which the first int64 [B] count.
@@ -84,8 +93,8 @@ class MultiTokenPrediction:
         assert states is not None
         count = min(states.shape[1], rows.prompt + 1)
         self._skipped = rows.prompt - count
-        self.cache.begin((rows.padding - self._skipped).clamp(min=0))
-        self._first = (self._skipped - rows.padding).clamp(min=0)[:, None] + 1
+        padding = rows.padding - self._skipped
+        self.cache.begin(padding.clamp(min=0), (-padding).clamp(min=0) + 1)
         self._last = self._feed(rows.last(count), states[:, -count:])[:, -1:].clone()
         self._wait_for_nothing(rows, states)
 
@@ -131,11 +140,6 @@ class MultiTokenPrediction:
     def _wait_for_nothing(self, rows: Rows, states: torch.Tensor) -> None:
         self._waiting = states.new_empty(rows.batch, 0, states.shape[2])
         self._counts = torch.zeros_like(rows.lengths)
-
-    def _feed(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        positions = self.cache.advance(tokens.shape[1]) + self._first
-        mask = self.cache.mask(self.head.implementation, self.head.dtype)
-        return self.head.forward(tokens, states, mask, positions, self.cache)
 
     def _slots(self, rows: Rows) -> int:
         """Slots of the longest row in the head's cache, once it has seen all tokens: one for each but the first."""
