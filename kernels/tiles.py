@@ -42,19 +42,19 @@ def inside(c, WIDTH: tl.constexpr, SPAN: tl.constexpr):
 
 
 @triton.jit
-def piece_of_program(HEADS: tl.constexpr, PIECES: tl.constexpr, SPAN: tl.constexpr):
+def piece_of_program(program, HEADS: tl.constexpr, PIECES: tl.constexpr, SPAN: tl.constexpr):
     """First channel, row times heads plus head (int64), head and row of a program, where PIECES of SPAN channels make
     a head."""
-    row_head = (tl.program_id(0) // PIECES).to(tl.int64)
-    head = ((tl.program_id(0) // PIECES) % HEADS).to(tl.int32)
-    return (tl.program_id(0) % PIECES) * SPAN, row_head, head, row_head // HEADS
+    row_head = (program // PIECES).to(tl.int64)
+    head = ((program // PIECES) % HEADS).to(tl.int32)
+    return (program % PIECES) * SPAN, row_head, head, row_head // HEADS
 
 
 @triton.jit
-def due_rows(folds, cursor, rows, LIST: tl.constexpr):
-    """LIST rows, those beside the program's own: which they are, 1, 2, 3 and so on for those that are due, 0 for the
+def due_rows(folds, cursor, rows, place, LIST: tl.constexpr):
+    """The LIST rows of this place among lists: which they are, 1, 2, 3 and so on for those that are due, 0 for the
     others, the slot of the oldest record of each, and how many of its records are folded."""
-    listed = tl.program_id(1) * LIST + tl.arange(0, LIST)
+    listed = place * LIST + tl.arange(0, LIST)
     ok = listed < rows
     due = tl.load(folds + listed, mask=ok, other=0) > 0
     starts = tl.load(cursor + listed * 3, mask=ok, other=0)

@@ -6,7 +6,8 @@ A new family is a line in `HEADS` and a module in this folder with `build(model)
 import importlib
 import threading
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -57,7 +58,24 @@ class MtpHead:
         """As `replay_transformers.generation.drafters.mtp.Head` says."""
         embedded = self.embed(tokens).to(self.device)
         mask = None if mask is None else mask.to(self.device)
-        return self.run(embedded, states.to(self.device), mask, positions.to(self.device), self.arguments(cache))
+        with self._experts_for_few_tokens() if cache.rows.before else nullcontext():
+            return self.run(embedded, states.to(self.device), mask, positions.to(self.device), self.arguments(cache))
+
+    @contextmanager
+    def _experts_for_few_tokens(self) -> Iterator[None]:
+        """What transformers does to a model behind the prompt, where it is not the model's own configuration already.
+
+        On a GPU its usual way with experts is dear for few tokens, and may wait for the host, which no graph can.
+        """
+        usual = getattr(self.config, "_experts_implementation", None)
+        if self.device.type == "cpu" or usual != "grouped_mm":
+            yield
+            return
+        self.config._experts_implementation = "batched_mm"
+        try:
+            yield
+        finally:
+            self.config._experts_implementation = usual
 
     def run(
         self, embedded: torch.Tensor, states: torch.Tensor, mask: Any, positions: torch.Tensor, others: dict[str, Any]

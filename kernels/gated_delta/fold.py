@@ -6,8 +6,8 @@ the block's beginning, the corrections of a block solve
     (I + A) d = beta (v - exp(G) n (S^T k)),    A_ij = beta_i exp(G_i - G_j) n_i n_j (k_i . k_j) for j < i
 
 and the state becomes ``exp(G_last) S + sum_j k_j (x) w_j`` with ``w_j = exp(G_last - G_j) n_j d_j``. Since
-``w = P (v - exp(G) n (S^T k))`` with a matrix ``P`` that the head's channels share, `solve` finds it once per head, in
-the kernel that prepares the step; `fold` is a launch of its own after the step.
+``w = P (v - exp(G) n (S^T k))`` with a matrix ``P`` that the head's channels share, `solve` finds it once per head,
+beside the step or before it; the fold is a launch of its own.
 
 Few rows are due in a step, sometimes none and sometimes all: every program of `fold` reads which, and takes its share
 of their tiles. Rows that are not due cost nothing, and those that are due keep the whole GPU busy.
@@ -29,7 +29,7 @@ from replay_transformers.kernels.tiles import (
     saturated,
 )
 
-__all__ = ["SOLUTION", "advanced", "gated_delta_fold", "solve"]
+__all__ = ["SOLUTION", "advanced", "gated_delta_fold", "solve", "solve_due"]
 
 # floats per block of records: the matrix, gains of the state, its decay
 SOLUTION = tl.constexpr(MIN_RECORDS * (MIN_RECORDS + 2))
@@ -80,6 +80,28 @@ def solve(
         gone = forgotten & (first == 0)
         tl.store(place + (RECORDS * RECORDS + age), tl.where(gone, 0.0, tl.exp(tl.cumsum(log, 0)) * norm_i))
         tl.store(place + RECORDS * (RECORDS + 1), tl.where(gone, -1.0, tl.exp(tl.sum(log, 0))))
+
+
+@triton.jit
+def solve_due(
+    ring_k, ring_g, ring_beta, solution, cursor, folds, rows,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PROGRAMS: tl.constexpr, LIST: tl.constexpr,
+):  # fmt: skip
+    """`solve` for all heads of the rows that are due, by the first PROGRAMS programs."""
+    lists = (rows + LIST - 1) // LIST
+    for place in tl.range(0, lists, num_stages=1):
+        due = due_rows(folds, cursor, rows, place, LIST)
+        end = tl.max(due[1], 0) * HEADS
+        for piece in tl.range(tl.program_id(0), end, PROGRAMS, num_stages=1):
+            row, head, _, start, count = piece_of_due(piece, due, HEADS, 1, 1)
+            row_head = row * HEADS + head
+            solve(
+                ring_k + (row * (HEADS // GROUP) + head // GROUP) * (CAPACITY * STATES),
+                ring_g + row_head * CAPACITY, ring_beta + row_head * CAPACITY,
+                solution + row_head * (BLOCK_R // RECORDS * SOLUTION), start, count, count < 0,
+                STATES, CAPACITY, BLOCK_K,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -176,7 +198,7 @@ def gated_delta_fold(
     STAGES: tiles that are under way at a time.
     """
     tiles: tl.constexpr = (WIDTH + BLOCK_V - 1) // BLOCK_V
-    due = due_rows(folds, cursor, rows, LIST)
+    due = due_rows(folds, cursor, rows, tl.program_id(1), LIST)
     end = tl.max(due[1], 0) * (HEADS * tiles)
     for piece in tl.range(tl.program_id(0), end, tl.num_programs(0), num_stages=STAGES):
         row, head, first, start, count = piece_of_due(piece, due, HEADS, tiles, BLOCK_V)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from replay_transformers.kernels.gated_delta.fold import SOLUTION, solve
+from replay_transformers.kernels.gated_delta.fold import SOLUTION, solve, solve_due
 from replay_transformers.kernels.gated_delta.read import (
     answers_to_many,
     answers_to_one,
@@ -39,12 +39,13 @@ def gated_delta_prepare(
     HEADS: tl.constexpr, GROUP: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
     SHARE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, FOLD: tl.constexpr,
-    FOLD_FIRST: tl.constexpr, SKIP: tl.constexpr, OVERLAPS: tl.constexpr,
+    FOLD_FIRST: tl.constexpr, SOLVES: tl.constexpr, SKIP: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """SHARE: value heads per program, all of one key head; BLOCK_R: at least the records of any row.
 
-    FOLD_FIRST: rows that are due are folded before they are read. SKIP: states that are scaled by less than the
-    exponential of ``least_log`` count for nothing.
+    FOLD_FIRST: rows that are due are folded before they are read. SOLVES: what their fold needs is solved for here.
+    SKIP: states that are scaled by less than the exponential of ``least_log`` count for nothing. OVERLAPS: the step
+    kernel begins meanwhile.
     """
     if OVERLAPS:
         launch_next()
@@ -128,7 +129,7 @@ def gated_delta_prepare(
         tl.store(cursor + row * 3, start)
         tl.store(cursor + row * 3 + 1, past)
         tl.store(cursor + row * 3 + 2, count)
-    if FOLD:
+    if SOLVES:
         for h in tl.range(0, tl.where(count > 0, SHARE, 0), num_stages=1):
             corner = row * HEADS + share * SHARE + h
             forgotten = count < 0
@@ -151,7 +152,7 @@ def _cursor_of(cursor, row, FOLD_FIRST: tl.constexpr):
     return tl.load(cursor + row * 3), tl.load(cursor + row * 3 + 1), folded
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def gated_delta_step(
     state, q, k, v, beta, ring_v, ring_d,
     coefficient, own_coefficient, gain, cursor, y,
@@ -159,19 +160,32 @@ def gated_delta_step(
     k_row, k_token, k_head, k_state,
     v_row, v_token, v_head, v_channel,
     beta_row, beta_token, beta_head,
+    ring_k, ring_g, ring_beta, solution, folds, rows,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, AGES: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, FOLD_FIRST: tl.constexpr, SKIP: tl.constexpr, OVERLAPS: tl.constexpr,
+    SOLVERS: tl.constexpr, LIST: tl.constexpr,
 ):  # fmt: skip
     """ROWS, CHUNK, STAGES: how the state is read, see `read`; AGES: records that are read at a time.
 
     FOLD_FIRST: rows that are due have been folded. SKIP: heads whose states count for nothing in this step do not read
-    them.
+    them. OVERLAPS: it begins while the kernel before it ends. SOLVERS: so many programs more, the first ones, solve for
+    what the fold of the rows that are due needs, while the others wait for memory.
     """
+    program = tl.program_id(0) - SOLVERS
+    if SOLVERS > 0:
+        if program < 0:
+            if OVERLAPS:
+                wait_for_previous()
+            solve_due(
+                ring_k, ring_g, ring_beta, solution, cursor, folds, rows,
+                HEADS, GROUP, STATES, CAPACITY, BLOCK_K, BLOCK_R, SOLVERS, LIST,
+            )  # fmt: skip
+            return
     tiles: tl.constexpr = (WIDTH + BLOCK_V - 1) // BLOCK_V
     most: tl.constexpr = RECORDS // 2 if TOKENS > 1 else 1
-    first, row_head, head, row = piece_of_program(HEADS, tiles, BLOCK_V)
+    first, row_head, head, row = piece_of_program(program, HEADS, tiles, BLOCK_V)
     key_head = head // GROUP
 
     # addresses: int64 for the corner of a block, int32 inside it

@@ -45,7 +45,7 @@ def gated_delta_stored_step(
     """
     pieces: tl.constexpr = (WIDTH + BLOCK_V * TILES - 1) // (BLOCK_V * TILES)
     most: tl.constexpr = RECORDS // 2 if TOKENS > 1 else 1
-    begin, row_head, head, row = piece_of_program(HEADS, pieces, BLOCK_V * TILES)
+    begin, row_head, head, row = piece_of_program(tl.program_id(0), HEADS, pieces, BLOCK_V * TILES)
     key_head = head // GROUP
     p, token, age, which = tl.arange(0, BLOCK_V), tl.arange(0, most), tl.arange(0, BLOCK_R), tl.arange(0, 2)
     token_ok = (token < TOKENS)[:, None]
@@ -127,7 +127,7 @@ def gated_delta_stored_fold(
     """
     pieces: tl.constexpr = (WIDTH + BLOCK_V * TILES - 1) // (BLOCK_V * TILES)
     p = tl.arange(0, BLOCK_V)
-    due = due_rows(folds, cursor, rows, LIST)
+    due = due_rows(folds, cursor, rows, tl.program_id(1), LIST)
     end = tl.max(due[1], 0) * (HEADS * pieces)
     for piece in tl.range(tl.program_id(0), end, tl.num_programs(0), num_stages=STAGES):
         row, head, first, start, count = piece_of_due(piece, due, HEADS, pieces, BLOCK_V * TILES)

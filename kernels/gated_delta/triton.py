@@ -8,17 +8,19 @@ Two launches per layer and step, and a third where rows may be due. With the rec
 
 - ``gated_delta_prepare``, one program per row and value heads of one key head, reduces what the heads share (keys,
   queries, decays) to the gains, which take in the norms of ``k`` and ``q``, and the coefficients ``w`` and ``u``,
-  appends the new keys, decays and rates, and in rows that are due solves for what the fold needs (`fold.solve`).
+  appends the new keys, decays and rates.
 - ``gated_delta_step``, one program per row, value head and block of the head's channels, streams its block of the
   checkpoint through registers or shared memory (`read`), combines the answers with those of the records and appends
   ``v`` and ``d``. It only reads the checkpoint: also in rows that are due, where the same formula holds before the
-  fold.
+  fold. Some more programs meanwhile solve for what the fold of those rows needs (`fold.solve`), of several tokens
+  ``gated_delta_prepare`` does.
 - ``gated_delta_fold`` then folds the records of the rows that are due, from the inputs alone. In a launch of its own,
   since the step streams with many registers and few programs, while a fold waits long and wants many programs; few
   rows are due at a time, and inside the step they would hold up the programs that wait behind them.
 
 A state in a format of more than a dtype, or beside a copy that is read, has kernels of its own for the last two
-(`stored`). Its rows that are due are folded before they are read, so that what is read of them is what was just stored.
+(`stored`). Its rows that are due are folded before they are read, so that what is read of them is what was just stored;
+``gated_delta_prepare`` solves for them.
 
 Where the GPU can do so (`overlap`), the step begins while ``gated_delta_prepare`` ends, and reads the checkpoint.
 
@@ -66,6 +68,7 @@ __all__ = ["replay_step", "update"]
 LEAST_CHANNELS = 16  # of products on matrix units
 DEPTH = 256  # bytes of the state that a thread has under way, where there is one token
 CHUNK, STAGES = 16, 3  # rows of the state per matrix product, and how many products are under way
+SOLVERS = 528  # programs beside those of a step that solve for what folds need
 FOLD_PART = 64  # states per matrix product of a fold
 # folds: of a plain state; of stored states tile by tile; where a format needs all of a head; where only the copy's does
 PLAIN = FoldLaunch(block=64, warps=4, stages=1, programs=2112)
@@ -106,6 +109,9 @@ def _run(
 
     early = {} if fold and precision is not None else overlapping(device)
 
+    # many tokens take the registers that the solvers would need
+    solvers = min(SOLVERS, rows * heads) if fold and precision is None and tokens == 1 else 0
+
     def scratch(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device=device)
 
@@ -123,8 +129,8 @@ def _run(
         cursor, coefficient, own, gain, solution,
         *q.stride(), *k.stride(), *g.stride(), *beta.stride(), states**-0.5,
         precision.least_log if precision is not None else 0.0,
-        SHARE=share, TOKENS=tokens, BLOCK_T=block_t, FOLD=fold, FOLD_FIRST=folds_first, SKIP=skips,
-        OVERLAPS=bool(early), **sizes, num_warps=chosen.share_warps,
+        SHARE=share, TOKENS=tokens, BLOCK_T=block_t, FOLD=fold, FOLD_FIRST=folds_first,
+        SOLVES=fold and not solvers, SKIP=skips, OVERLAPS=bool(early), **sizes, num_warps=chosen.share_warps,
     )  # fmt: skip
     source = readout or checkpoint
     how = PLAIN
@@ -150,9 +156,10 @@ def _run(
     step_sizes = {"WIDTH": width, "TOKENS": tokens, "BLOCK_T": block_t, "SKIP": skips, "OVERLAPS": bool(early)}
     if precision is None or precision.is_read_plainly:
         under_way = max(1, min(block_k, chosen.warps * 32 * DEPTH // (source[0].itemsize * block_v)))
-        gated_delta_step[(rows * heads * triton.cdiv(width, block_v),)](
-            source[0], *operands, BLOCK_V=block_v, AGES=MIN_RECORDS, ROWS=under_way, CHUNK=min(CHUNK, block_k),
-            STAGES=STAGES, FOLD_FIRST=folds_first, **step_sizes, **sizes, num_warps=chosen.warps, **early,
+        gated_delta_step[(solvers + rows * heads * triton.cdiv(width, block_v),)](
+            source[0], *operands, ring_k, ring_g, ring_beta, solution, folds, rows, BLOCK_V=block_v,
+            AGES=MIN_RECORDS, ROWS=under_way, CHUNK=min(CHUNK, block_k), STAGES=STAGES, FOLD_FIRST=folds_first,
+            SOLVERS=solvers, LIST=LIST, **step_sizes, **sizes, num_warps=chosen.warps, **early,
         )  # fmt: skip
     else:
         form = precision.read.kernels()

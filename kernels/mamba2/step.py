@@ -219,7 +219,7 @@ def mamba2_step(
     before it ends.
     """
     tiles: tl.constexpr = (WIDTH + BLOCK_P - 1) // BLOCK_P
-    first, row_head, head, row = piece_of_program(HEADS, tiles, BLOCK_P)
+    first, row_head, head, row = piece_of_program(tl.program_id(0), HEADS, tiles, BLOCK_P)
     group = head // GROUP
 
     # addresses: int64 for the corner of a block, int32 inside it

@@ -39,7 +39,7 @@ def mamba2_stored_step(
     SKIP: heads whose states count for nothing in this step do not read them.
     """
     pieces: tl.constexpr = (WIDTH + BLOCK_P * TILES - 1) // (BLOCK_P * TILES)
-    begin, row_head, head, row = piece_of_program(HEADS, pieces, BLOCK_P * TILES)
+    begin, row_head, head, row = piece_of_program(tl.program_id(0), HEADS, pieces, BLOCK_P * TILES)
     p, token, age = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_R)
     own_token = tl.arange(0, RECORDS if TOKENS > 1 else 1)
     token_ok, own_ok = (token < TOKENS)[None, :], (own_token < TOKENS)[:, None]
@@ -119,7 +119,7 @@ def mamba2_stored_fold(
     """
     pieces: tl.constexpr = (WIDTH + BLOCK_P * TILES - 1) // (BLOCK_P * TILES)
     p = tl.arange(0, BLOCK_P)
-    due = due_rows(folds, cursor, rows, LIST)
+    due = due_rows(folds, cursor, rows, tl.program_id(1), LIST)
     end = tl.max(due[1], 0) * (HEADS * pieces)
     for piece in tl.range(tl.program_id(0), end, tl.num_programs(0), num_stages=STAGES):
         row, head, first, start, count = piece_of_due(piece, due, HEADS, pieces, BLOCK_P * TILES)

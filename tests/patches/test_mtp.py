@@ -165,6 +165,24 @@ def test_qwen3_5_with_experts(fused: bool) -> None:
     assert_greedy(model)
 
 
+def test_experts_for_few_tokens() -> None:
+    """As transformers does it for a model; the head's configuration is a copy of the model's."""
+    head = head_of(MODELS["nemotron_h"]())
+    mixers = [block.mixer for block in head.layers if block.block_type == "moe"]
+    assert mixers
+    assert all(mixer.experts.config is head.config for mixer in mixers)
+    usual, device = head.config._experts_implementation, head.device
+    assert usual == "grouped_mm"
+    try:
+        for kind, few in (("cpu", usual), ("cuda", "batched_mm")):
+            head.device = torch.device(kind)
+            with head._experts_for_few_tokens():
+                assert head.config._experts_implementation == few
+            assert head.config._experts_implementation == usual
+    finally:
+        head.device = device
+
+
 def qwen3_5_moe_head(model: Any) -> dict[str, torch.Tensor]:
     """Random weights under the names of released checkpoints."""
     from transformers.modeling_layers import MtpModel
