@@ -9,7 +9,7 @@ def store(state: torch.Tensor, values: torch.Tensor) -> None:
     """Write ``values`` into ``state``, **in place**, once, without autograd.
 
     Rounds to nearest. Values beyond float16's largest (65,504) are stored as the largest instead of as infinity, from
-    which a recurrence never recovers; NaN stays NaN.
+    which a recurrence never recovers. What is not finite stays so, for outputs and `ReplayCache.check_finite` to show.
 
     Args:
         state: the destination, any float dtype.
@@ -20,8 +20,8 @@ def store(state: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def bounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The values, those beyond float16's largest as the largest if that is the dtype they are meant for."""
+    """The values, finite ones beyond float16's largest as the largest if that is the dtype they are meant for."""
     if dtype != torch.float16:
         return values
     limit = torch.finfo(torch.float16).max
-    return values.clamp(-limit, limit)
+    return torch.where(values.isinf(), values, values.clamp(-limit, limit))

@@ -75,10 +75,11 @@ def piece_of_due(piece, due, HEADS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def saturated(values, dtype: tl.constexpr):
-    """``values`` in ``dtype``; beyond float16's largest they become the largest, NaN stays NaN."""
+    """``values`` in ``dtype``; beyond float16's largest they become the largest, what is not finite stays so."""
     if dtype == tl.float16:
-        values = tl.where(values > 65504.0, 65504.0, values)
-        values = tl.where(values < -65504.0, -65504.0, values)
+        magnitude = tl.abs(values)
+        beyond = (magnitude > 65504.0) & (magnitude < float("inf"))
+        values = tl.where(beyond, tl.where(values > 0.0, 65504.0, -65504.0), values)
     return values.to(dtype)
 
 

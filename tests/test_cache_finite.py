@@ -14,7 +14,11 @@ from tests.support.models import FAMILIES
 
 pytestmark = pytest.mark.usefixtures("enabled")
 
-SETTINGS: list[dict[str, Any]] = [{}, {"checkpoint": "fp8"}, {"checkpoint": "nvfp4"}, {"readout": "fp8"}]
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    *({"checkpoint": name} for name in ("bfloat16", "float16", "float16_sr", "fp8", "fp8_sr", "nvfp4")),
+    *({"readout": name} for name in ("float16", "fp8", "nvfp4")),
+]
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)

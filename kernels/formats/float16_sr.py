@@ -14,7 +14,7 @@ MANTISSA, SMALLEST = 10, 2.0**-14
 
 
 class Float16Stochastic(Format):
-    """``values`` float16 ``[channels, states]``; beyond the largest the largest, NaN stays NaN."""
+    """``values`` float16 ``[channels, states]``; beyond the largest the largest; what is not finite stays so."""
 
     is_stochastic = True
     tiles = "float16_sr_tiles"

@@ -43,12 +43,12 @@ EVERY_GEOMETRY = pytest.mark.parametrize(
 STATES = pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
-def spread(rows: int, count: int) -> dict[str, Any]:
+def spread(rows: int, count: int, window: int = WINDOW) -> dict[str, Any]:
     """Rows everywhere in their windows, some with pending records; those that are due by the rule fold."""
-    committed = [(WINDOW - 7 * row) % (WINDOW + 1) for row in range(rows)]
-    pending = [0 if c == WINDOW else min(row % 3, WINDOW - c) for row, c in enumerate(committed)]
-    due = [c if c + p + count > WINDOW else 0 for c, p in zip(committed, pending, strict=True)]
-    return {"committed": tuple(committed), "pending": tuple(pending), "folds": due, "capacity": WINDOW + 2 * count}
+    committed = [(window - 7 * row) % (window + 1) for row in range(rows)]
+    pending = [0 if c == window else min(row % 3, window - c) for row, c in enumerate(committed)]
+    due = [c if c + p + count > window else 0 for c, p in zip(committed, pending, strict=True)]
+    return {"committed": tuple(committed), "pending": tuple(pending), "folds": due, "capacity": window + 2 * count}
 
 
 @EVERY_GEOMETRY
@@ -60,6 +60,20 @@ def test_real_sizes(operator: Operator, geometry: Geometry, state_dtype: torch.d
     case.tokens = from_projection(case.tokens)
     case.max_records = WINDOW if count % 4 else None
     check_case(case)
+
+
+@EVERY_GEOMETRY
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+@pytest.mark.parametrize("window", [1, 7])
+def test_short_windows(operator: Operator, geometry: Geometry, window: int, count: int) -> None:
+    check_case(make_case(operator, geometry, count, dtype=torch.bfloat16, **spread(8, count, window)))
+
+
+@EVERY_GEOMETRY
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("log_decay", [-100.0, -1e-8])
+def test_strong_and_weak_decay(operator: Operator, geometry: Geometry, count: int, log_decay: float) -> None:
+    check_case(make_case(operator, geometry, count, dtype=torch.bfloat16, log_decay=log_decay, **spread(5, count)))
 
 
 @EVERY_GEOMETRY
@@ -205,6 +219,31 @@ def test_convolutions(rows: int, channels: int, count: int, dtype: torch.dtype) 
     assert_as_good(got, conv_reference.conv_step(**wide | {"ring": rings[2]}), narrow)
     assert torch.equal(rings[0], rings[1])
     torch.library.opcheck(KERNELS["causal_conv"]._operator, (*case.values(), True))
+
+
+@pytest.mark.no_poison
+@pytest.mark.xdist_group("large")
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_convolutions_ring_of_more_than_two_to_the_31_elements(count: int) -> None:
+    """Rows that are alike wherever they lie."""
+    channels, slots = 10240, 24
+    rows = LARGE // (slots * channels) + 2
+    row = {
+        "inputs": torch.randn(1, count, channels, device=DEVICE).to(torch.bfloat16),
+        "ring": torch.randn(1, slots, channels, device=DEVICE).to(torch.bfloat16),
+        "position": torch.tensor([37], device=DEVICE),
+    }
+    others = {
+        "weight": torch.randn(channels, 4, device=DEVICE).to(torch.bfloat16),
+        "bias": torch.randn(channels, device=DEVICE).to(torch.bfloat16),
+    }
+    many = {name: tensor.expand(rows, *tensor.shape[1:]).contiguous() for name, tensor in row.items()}
+    assert many["ring"].numel() > LARGE
+    got = KERNELS["causal_conv"].conv_step(**many, **others)
+    expected = KERNELS["causal_conv"].conv_step(**row, **others)
+    assert (got == expected).all()
+    assert torch.equal(many["ring"][-1], row["ring"][0])
+    assert torch.equal(many["ring"][0], row["ring"][0])
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -185,13 +185,10 @@ def test_what_is_not_finite_decodes_to_nan_where_it_shares_a_scale(name: str, wr
 
 
 @pytest.mark.parametrize("name", ["float16", "float16_sr"])
-def test_float16_saturates_and_keeps_nan(name: str) -> None:
-    values = torch.tensor([[INF, -INF, 1e6, -65520.0, 65504.0, NAN, 1.0]])
-    got = through(name, values)
-    largest = torch.tensor([65504.0, -65504.0, 65504.0, -65504.0, 65504.0])
-    assert torch.equal(got[0, :5], largest)
-    assert got[0, 5].isnan()
-    assert got[0, 6] == 1.0
+def test_float16_saturates_and_keeps_what_is_not_finite(name: str) -> None:
+    got = through(name, torch.tensor([[INF, -INF, 1e6, -65520.0, 65504.0, NAN, 1.0]]))
+    expected = torch.tensor([[INF, -INF, 65504.0, -65504.0, 65504.0, NAN, 1.0]])
+    torch.testing.assert_close(got, expected, equal_nan=True, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("name", "wrong"), [("bfloat16", NAN), ("bfloat16", INF), ("float32", NAN), ("float32", INF)])

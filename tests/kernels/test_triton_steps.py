@@ -5,6 +5,7 @@ Tolerances are in `assert_as_good`, the claims about bytes in `check_case`. Ever
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,16 +46,8 @@ def due_and_not(window: int, count: int) -> dict[str, Any]:
 
 
 @OPERATORS_IN_TRITON
-@pytest.mark.parametrize(
-    ("count", "window", "dtype"),
-    [
-        (1, 1, "f32"), (1, 7, "f32"), (1, 16, "bf16"),
-        (2, 1, "bf16"), (2, 7, "bf16"), (2, 16, "f32"),
-        (4, 1, "bf16"), (4, 7, "bf16"), (4, 7, "f32"), (4, 16, "f32"),
-        (8, 1, "bf16"), (8, 7, "bf16"), (8, 16, "f32"), (8, 16, "bf16"),
-        (11, 16, "bf16"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize(("count", "window"), [*itertools.product((1, 2, 4, 8), (1, 7, 16)), (11, 16)])
 def test_tokens_and_windows(operator: Operator, count: int, window: int, dtype: str) -> None:
     """11 tokens go through in two parts, the first of which folds."""
     geometry = SMALL if dtype == "bf16" else Geometry(1, 1, 7, 11)
@@ -68,15 +61,15 @@ GEOMETRIES = [
     Geometry(4, 4, 8, 16),
     Geometry(3, 1, 80, 8),
     Geometry(3, 3, 5, 80),
-    Geometry(6, 2, 9, 24),
-    Geometry(6, 1, 4, 1),
+    Geometry(4, 2, 9, 24),
+    Geometry(4, 1, 4, 1),
 ]
 
 
 @OPERATORS_IN_TRITON
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 def test_shapes(operator: Operator, geometry: Geometry) -> None:
-    """One group, one per head, 3 and 6 heads per group; widths that are no powers of two. One row, which is due."""
+    """One group, one per head, 2 and 4 heads per group; widths that are no powers of two. One row, which is due."""
     check_case(make_case(operator, geometry, 2, committed=(5,), pending=(1,), folds=[5]))
 
 
@@ -142,16 +135,19 @@ def test_cursors(operator: Operator, position: tuple[tuple[int, ...], ...]) -> N
 @OPERATORS_IN_TRITON
 @pytest.mark.parametrize("records", [16, 17])
 def test_records_at_the_edges_of_a_block(operator: Operator, records: int) -> None:
-    case = make_case(operator, SMALL, 1, committed=(records, 0), pending=(0, records), folds=[records, 0])
+    """Of four heads: one alone is nearly exact in the reference by luck."""
+    geometry = Geometry(4, 1, 12, 16)
+    case = make_case(operator, geometry, 1, committed=(records, 0), pending=(0, records), folds=[records, 0])
     case.max_records = records
     check_case(case)
 
 
 @OPERATORS_IN_TRITON
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize("log_decay", [-100.0, -400.0, -1e-8, 0.0])
-def test_any_decay(operator: Operator, log_decay: float) -> None:
+def test_any_decay(operator: Operator, log_decay: float, dtype: str) -> None:
     """From "everything before is gone" to "nothing is ever forgotten"."""
-    got = check_case(make_case(operator, SMALL, 3, folds=[5, 0], log_decay=log_decay))
+    got = check_case(make_case(operator, SMALL, 3, folds=[5, 0], log_decay=log_decay, dtype=DTYPES[dtype]))
     assert all(tensor.isfinite().all() for tensor in (got.output, got.buffers["state"]))
 
 
@@ -237,7 +233,7 @@ def test_float16_states_saturate(operator: Operator) -> None:
     """A fold that leaves the range in both directions; a NaN among the records stays a NaN."""
     case = make_case(operator, Geometry(2, 1, 4, 4), 1, committed=(1, 1), pending=(0, 0), folds=[1, 1])
     record = case.buffers["ring_x" if operator.name == "mamba2" else "ring_v"]
-    for row, values in enumerate(([3e38, -3e38, 1.0, 0.0], [float("nan"), 1.0, 1.0, 1.0])):
+    for row, values in enumerate(([1e30, -1e30, 1.0, 0.0], [float("nan"), 1.0, 1.0, 1.0])):
         record[row].copy_(
             torch.where(case.slots()[row, :, None], torch.tensor(values, device=record.device), record[row])
         )
