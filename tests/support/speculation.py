@@ -94,6 +94,18 @@ def perturbed(model: Any, amount: float, seed: int = 1) -> Any:
     return never_unsure(assistant)
 
 
+def fitted(assistant: Any, tokens: torch.Tensor, mask: torch.Tensor, steps: int = 40) -> Any:
+    """An assistant that has briefly learned sequences ``[B, T]``, and is right now and then."""
+    optimizer = torch.optim.Adam(assistant.parameters(), lr=1e-2)
+    with torch.enable_grad():
+        for _ in range(steps):
+            logits = assistant(input_ids=tokens, attention_mask=mask).logits[:, :-1]
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            optimizer.step()
+    return never_unsure(assistant.eval())
+
+
 def never_right(model: Any) -> Any:
     """A copy that always proposes the token after the right one."""
     assistant = copy.deepcopy(model)
