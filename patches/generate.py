@@ -149,7 +149,6 @@ def wrap_prepare_cache(original: Callable[..., Any], settings: GenerateSettings)
             max_cache_length = max(max_cache_length, generation_config.max_cache_len)
         cache = _borrow(self, settings, generation_config, rows, max_cache_length if name == STATIC_NAME else None)
         _check_drafter(call, generation_mode, cache.replay_config, rows)
-        settings.prepare_model(self)
         generation_config.compile_config = with_own_backend(generation_config.compile_config)
         if generation_config.is_assistant:
             cache.activate_past_recording()
@@ -205,6 +204,7 @@ def borrow(
     max_cache_len: int | None = None,
 ) -> ReplayCache:
     """A cache for a model of a supported family, empty, from the pool or new; lent until the call is over."""
+    settings.prepare_model(model)
     layers = text_config(model.config).num_hidden_layers  # fewer in an early exit
     key = (rows, replay_config, max_cache_len, model.dtype, model.device, layers)
     cache = settings.pool.take(model, key)

@@ -142,8 +142,7 @@ def test_assisted_generation_leaves_the_state_of_what_was_accepted(
     arguments = generation(steps=24, **settings) | modes(family)[drafter]
     arguments.pop("return_dict_in_generate")
     rounds = speculate(model, inputs, **arguments)
-    if drafter == "assistant":
-        rounds.check(accepting=1)
+    rounds.check(accepting=int(drafter == "assistant"))
     cache, fresh = rounds.cache, new(model)
     assert_copies_are_fresh(cache)
     models.cached_forward(model, fresh, rounds.sequences[:, :-1])

@@ -14,6 +14,7 @@ from tests.support import models
 from tests.support.cached import assert_logits, assert_states, feed, ids, model_for
 from tests.support.generation import CACHE_ARGUMENT
 from tests.support.models import greedy_without_cache, prompt
+from tests.support.precision import parts, spoil
 
 pytest.importorskip("triton")
 
@@ -179,3 +180,25 @@ def test_a_prompt_on_one_implementation_and_steps_on_the_other(name: str) -> Non
             other.buffers()[key].copy_(swapped)
     for cache in caches:
         assert_logits(feed(model, cache, tokens[:, 5:]), truth[:, 5:])
+
+
+@pytest.mark.parametrize("readout", ["bfloat16", "fp8", "nvfp4"])
+@pytest.mark.parametrize("name", ["nemotron_h-M", "qwen3_5-no-attention"])
+def test_what_is_wrong_in_the_copy_lives_until_the_next_flush(name: str, readout: str) -> None:
+    """As in the reference: outputs before the flush change, and nothing after it, to the bit."""
+    model, tokens = model_for(name), ids(1, 12)
+    cache = rt.ReplayCache(model.config, config(window=2, readout=readout))
+    feed(model, cache, tokens[:, :6], 5, 1)
+    twin = cache.fork()
+    spoil(parts(cache.replay_layers[0].readout)["values"])
+    is_flushed = []
+    for step in range(6, 10):
+        before = int(twin.cursor.base)
+        outputs = [feed(model, one, tokens[:, step : step + 1]) for one in (cache, twin)]
+        is_flushed.append(int(twin.cursor.base) > before)
+        if any(is_flushed):
+            assert torch.equal(*outputs)
+        else:
+            assert (outputs[0] - outputs[1]).abs().max() > 0.1
+    assert is_flushed.index(True) == 1
+    assert torch.equal(cache.state(0), twin.state(0))
