@@ -51,6 +51,10 @@ def main(
     accepted: Annotated[
         int | None, typer.Option(help="Drafts accepted per round; by default all but one, and at least one.", min=0)
     ] = None,
+    chance: Annotated[
+        float | None,
+        typer.Option(help="Instead of that: each draft is right with this probability, row by row.", min=0, max=1),
+    ] = None,
     backend: Annotated[
         list[str] | None, typer.Option(help=f"What compiles: {', '.join(BACKENDS)}; by default inductor.")
     ] = None,
@@ -94,7 +98,7 @@ def main(
             prompt=prompt, new_tokens=new_tokens, warm=warm, tolerance=tolerance, window=window, checkpoint=checkpoint
         )
         places = chosen_presets(preset or DEFAULT_PRESETS), batch or list(BATCHES), tokens or list(FORWARDS)
-        planned = all_cells(*places, accepted, compiled, only, gpus)
+        planned = all_cells(*places, accepted, compiled, only, gpus, chance)
         run.measure(planned, settings, int(gpus * weights_gib * 2**30), getattr(torch, dtype or "bfloat16"))
         shown = speculative_table(synthetic(results.cells))
     if cells:

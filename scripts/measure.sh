@@ -37,6 +37,16 @@ precisions() {
     every+=(--checkpoint "$form")
   done
   bench bench_kernels.py "${small[@]}" --batch 256 --tokens 1 "${every[@]}"
+  skipped
+}
+
+# heads that forget faster and faster, up to time steps of 8: a file of its own, since its cells have the same names
+skipped() {
+  local longest
+  for longest in 0.5 2 8; do
+    bench bench_kernels.py "${small[@]}" --batch 256 --tokens 1 --checkpoint float32/s0.001 --time-steps 0.001 "$longest" \
+      --output "results/skip-$longest.json"
+  done
 }
 
 generate() {
@@ -63,6 +73,7 @@ speculation() {
   bench bench_speculative.py "${small[@]}" --backend cudagraphs --tokens 5 --batch 1 --batch 32 --batch 256
   # without drafts inductor may be the faster one
   bench bench_speculative.py "${small[@]}" --tokens 5 --batch 1 --batch 32 --batch 256 --only /generate/
+  bench bench_speculative.py "${small[@]}" --backend cudagraphs --tokens 5 --batch 32 --chance 0.8 --only /replay/
   bench bench_speculative.py "${small[@]}" --backend cudagraphs
 }
 
@@ -76,11 +87,11 @@ divergence() {
 }
 
 gpus() {
-  local two=(--preset nemotron-3-super-120b-a12b --gpus 2 --weights-gib 115) count
+  local large=(--preset nemotron-3-super-120b-a12b --weights-gib 115) count
   local chosen=(--only /dynamic/ --only /replay_static_graphs/)  # inductor's graphs stop at a second GPU
-  bench_generate "${two[@]}" --shape 1x64 --shape 32x64 "${chosen[@]}"
-  bench bench_speculative.py "${two[@]}" --backend cudagraphs --tokens 5 --batch 1 --batch 8
-  for count in 1 2; do
+  for count in 2 1; do  # one GPU holds fewer of its layers
+    bench_generate "${large[@]}" --gpus "$count" --shape 1x64 --shape 32x64 "${chosen[@]}"
+    bench bench_speculative.py "${large[@]}" --gpus "$count" --backend cudagraphs --tokens 5 --batch 1 --batch 8
     bench_generate "${small[@]}" --gpus "$count" --shape 1x64 --shape 256x64 "${chosen[@]}"
     bench bench_speculative.py "${small[@]}" --gpus "$count" --backend cudagraphs --tokens 5 --batch 1 --batch 32
   done

@@ -76,6 +76,25 @@ def test_any_number_of_drafts_is_accepted(tokens: int, accepted: int) -> None:
         assert record["forwards_per_round"] == (2 if method == "snapshots" and not is_whole else 1)
 
 
+@pytest.mark.parametrize("chance", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("name", TINY)
+def test_drafts_that_are_right_with_a_probability(name: str, chance: float) -> None:
+    """Rows accept different numbers of them; the mean is what the probability says."""
+    model, preset = tiny(name), PRESETS[name]
+    cells = all_cells([preset], [8], [4], None, ["none"], ["/replay/"], chance=chance)
+    assert [cell.key for cell in cells] == [f"{name}/replay/b8/t4/p{chance:g}/none"]
+    record = measured(model, cells[0], replace(SETTINGS, new_tokens=48))
+    assert record["status"] == "measured"
+    assert record["logit_error"] < 1e-4
+    assert record["forwards_per_round"] == 1
+    expected = 1 + chance + chance**2 + chance**3
+    # of 8 rows and at least 9 rounds; one round's number of tokens deviates by about 1
+    assert record["tokens_per_round"] == pytest.approx(expected, abs=4 / (8 * record["rounds"]) ** 0.5)
+    assert chance not in (0.0, 1.0) or record["tokens_per_round"] == expected
+    rows = list(speculative_rows({"cell": record}))
+    assert f"p = {chance:g}" in rows[0]
+
+
 def test_a_rollback_that_forgets_the_state_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def only_the_cursor(self: Any) -> list[torch.Tensor]:
         return [*self.cache.cursor.tensors(), self.cache.cursor.early]

@@ -152,6 +152,7 @@ def plot_generate(cells: Cells, path: Path, where: str) -> Path:
 
 def plot_speculative(cells: Cells, path: Path, where: str) -> Path:
     """Tokens per second over plain decoding by batch size, a line per length of forwards, one panel per model."""
+    cells = {key: cell for key, cell in cells.items() if cell.get("chance") is None}
     groups = _by_model(cells)
     figure, panels = _panels(len(groups))
     lengths = sorted({(cell["tokens"], cell["accepted"]) for cell in cells.values() if cell["tokens"] > 1})

@@ -20,6 +20,7 @@ from .generate_cells import checked_rows, is_out_of_memory, logit_error, on_seve
 from .generate_steps import run_generate
 from .presets import Preset
 from .several_gpus import devices_of, is_spread, prepare
+from .speculative_chance import ChanceDrafter, ChanceLoop, ChanceText
 from .speculative_loop import KnownDrafter, KnownLoop, KnownText, RoundRecorder, SnapshotRows
 from .timing import peak_memory, summarise
 
@@ -47,6 +48,7 @@ class Cell:
         accepted: drafts that are accepted in each round.
         backend: what compiles the forwards.
         gpus: that the model is spread over.
+        chance: with which each draft is right, instead of a set number of them.
     """
 
     preset: Preset
@@ -56,11 +58,13 @@ class Cell:
     accepted: int
     backend: str
     gpus: int = 1
+    chance: float | None = None
 
     @property
     def key(self) -> str:
         """Its name in the results."""
-        name = f"{self.preset.name}/{self.method}/b{self.batch}/t{self.tokens}/a{self.accepted}/{self.backend}"
+        right = f"a{self.accepted}" if self.chance is None else f"p{self.chance:g}"
+        name = f"{self.preset.name}/{self.method}/b{self.batch}/t{self.tokens}/{right}/{self.backend}"
         return name + on_several(self.gpus)
 
 
@@ -100,6 +104,7 @@ def all_cells(
     backends: list[str],
     only: list[str] | None,
     gpus: int = 1,
+    chance: float | None = None,
 ) -> list[Cell]:
     """Every combination that a pattern of ``only`` matches, what a comparison needs next to each other."""
     cells = []
@@ -107,7 +112,10 @@ def all_cells(
         kept = default_accepted(tokens) if accepted is None else min(accepted, tokens - 1)
         if tokens == forwards[0]:
             cells += [Cell(preset, method, batch, 1, 0, backend, gpus) for method in PLAIN]
-        cells += [Cell(preset, method, batch, tokens, kept, backend, gpus) for method in SPECULATIVE]
+        if chance is None:
+            cells += [Cell(preset, method, batch, tokens, kept, backend, gpus) for method in SPECULATIVE]
+        else:
+            cells.append(Cell(preset, "replay", batch, tokens, 0, backend, gpus, chance))
     return [cell for cell in cells if not only or any(fnmatch.fnmatch(cell.key, f"*{pattern}*") for pattern in only)]
 
 
@@ -123,9 +131,13 @@ def measure_cell(model: Any, cell: Cell, settings: Settings, expected: torch.Ten
         "accepted": cell.accepted, "backend": cell.backend, "prompt": settings.prompt, "window": settings.window,
         "checkpoint": settings.checkpoint, "gpus": cell.gpus, "status": "measured",
     }  # fmt: skip
+    if cell.chance is not None:
+        record |= {"chance": cell.chance, "accepted": None}
     try:
         with rt.enable():
             measured = _measure_generate if cell.method == "generate" else _measure_loop
+            if cell.chance is not None:
+                measured = _measure_chance
             record |= measured(model, cell, settings, expected)
     except Exception as error:
         if not is_out_of_memory(error):
@@ -194,6 +206,46 @@ def _measure_loop(model: Any, cell: Cell, settings: Settings, expected: torch.Te
     return _checked(record, settings)
 
 
+def _measure_chance(model: Any, cell: Cell, settings: Settings, expected: torch.Tensor) -> dict[str, Any]:
+    """Rounds in which no row has ended, of rows that accept different numbers of drafts."""
+    drafts, last = cell.tokens - 1, settings.prompt + settings.checked + settings.warm + settings.new_tokens
+    assert cell.chance is not None
+    ids = known_ids(model, cell.batch, last + 2 * cell.tokens, settings.prompt)
+    text, forwards = ChanceText(ids, cell.chance, model.config.vocab_size), [0]
+    rows, kept = Rows(ids[:, : settings.prompt], None, 0), checked_rows(cell.batch)
+    target = _target(model, cell, settings, last, forwards)
+    recorder = RoundRecorder(devices_of(model), warm=1 + settings.warm)
+    loop = ChanceLoop(
+        target,
+        ChanceDrafter(text, drafts),
+        DraftLength(drafts, "fixed"),
+        LogitsProcessorList(),
+        StoppingCriteriaList([MaxLengthCriteria(last)]),
+        do_sample=False,
+        max_length=last + drafts,
+        clock=recorder.clock,
+        decoding=model._optimize_model_for_decode,
+        text=text,
+        kept_rows=kept,
+        kept_until=settings.prompt + settings.checked,
+    )
+    loop.run(rows)
+    grown = torch.stack(loop.grown)[1:].cpu()  # behind the first token, which the prompts' forward gives
+    # the last round of a row may be cut
+    whole = int((grown > 0).all(1).sum()) - 1
+    times = recorder.rounds()[settings.warm : whole]
+    scores = torch.stack([torch.cat(loop.kept[row])[: settings.checked] for row in kept], dim=1)
+    tokens = float(grown[settings.warm : whole].double().mean())
+    record = _times(times, cell, model, tokens) | {
+        "warm_up_s": round(sum(recorder.rounds()[: settings.warm]) / 1e3, 3),
+        "forwards_per_round": forwards[0] / (len(grown) + int(loop.goes_ahead(rows))),
+        "logit_error": round(logit_error(scores, expected), 4),
+    }
+    if not torch.equal(rows.finished(), ids[:, :last]):
+        record["status"] = "wrong: other tokens than the known ones"
+    return _checked(record, settings)
+
+
 def _target(model: Any, cell: Cell, settings: Settings, length: int, forwards: list[int]) -> ReplayRows:
     """The model on a cache with fixed shapes; its forwards behind the prompts are counted.
 
@@ -254,14 +306,19 @@ def _measure_generate(model: Any, cell: Cell, settings: Settings, expected: torc
     return _checked(record, settings)
 
 
-def _times(rounds: list[float], cell: Cell, model: Any) -> dict[str, Any]:
-    """What rounds of so many milliseconds come to. Flushes are in some of them: throughput is by their mean."""
+def _times(rounds: list[float], cell: Cell, model: Any, tokens: float | None = None) -> dict[str, Any]:
+    """What rounds of so many milliseconds come to. Flushes are in some of them: throughput is by their mean.
+
+    Args:
+        tokens: by which a row grows in a round; by default as many as the cell says.
+    """
     mean, spread = sum(rounds) / len(rounds), summarise(rounds)
-    per_row = 1e3 * (cell.accepted + 1) / mean
+    tokens = cell.accepted + 1 if tokens is None else round(tokens, 4)
+    per_row = 1e3 * tokens / mean
     return {
         "rounds": len(rounds),
         "round_ms": spread.to_dict() | {"mean": round(mean, 4)},
-        "tokens_per_round": cell.accepted + 1,
+        "tokens_per_round": tokens,
         "row_tokens_per_s": round(per_row, 3),
         "tokens_per_s": round(per_row * cell.batch, 2),
         **peak_memory(devices_of(model)),

@@ -33,6 +33,11 @@ def real(cells: Cells) -> Cells:
     return {key: cell for key, cell in cells.items() if "drafters" in cell}
 
 
+def accepted_of(cell: dict[str, Any]) -> str:
+    """Drafts that are accepted in each round, or with which probability each is right."""
+    return str(cell["accepted"]) if cell.get("chance") is None else f"p = {cell['chance']:g}"
+
+
 def reference(cells: Cells, cell: dict[str, Any], method: str) -> dict[str, Any] | None:
     """The measured cell of another method that a cell is compared with, or None."""
     names = ["preset", "batch", "backend", "prompt", "window", "checkpoint"]
@@ -62,8 +67,8 @@ def over_fastest(cells: Cells, cell: dict[str, Any]) -> float | None:
 def speculative_rows(cells: Cells) -> Iterable[list[str]]:
     """One row per cell; a cell without a time says why."""
     for cell in cells.values():
-        facts = [str(cell[name]) for name in ("method", "batch", "tokens", "accepted", "backend")]
-        head = [model_title(cell), *facts]
+        facts = [str(cell[name]) for name in ("method", "batch", "tokens")]
+        head = [model_title(cell), *facts, accepted_of(cell), str(cell["backend"])]
         if cell["status"] != "measured":
             yield [*head, cell["status"], *["-"] * 9]
             continue
@@ -114,7 +119,8 @@ def speculative_summary(cells: Cells) -> Iterable[list[str]]:
         other = reference(cells, cell, "snapshots")
         yield [
             model_title(cell),
-            *(str(cell[name]) for name in ("batch", "tokens", "accepted")),
+            *(str(cell[name]) for name in ("batch", "tokens")),
+            accepted_of(cell),
             f"{cell['tokens_per_s']:,.0f}",
             _ratio(over_fastest(cells, cell)),
             _ratio(speed_up(cells, cell, "snapshots")),
