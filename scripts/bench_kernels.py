@@ -43,6 +43,7 @@ def main(
     window: Annotated[int, typer.Option(help="Flush window.", min=2)] = 16,
     implementation: Annotated[str, typer.Option(help="Of the replay step: triton or reference.")] = "triton",
     eager_only: Annotated[bool, typer.Option(help="Measure the baseline only.")] = False,
+    profile: Annotated[bool, typer.Option(help="Record plain steps and flushes by kernel as well.")] = False,
     output: Annotated[Path | None, typer.Option(help="JSON file; by default results/kernels-<gpu>.json.")] = None,
     redo: Annotated[bool, typer.Option(help="Measure cells anew that are already in the file.")] = False,
     minutes: Annotated[float | None, typer.Option(help="Stop before this much time has passed.")] = None,
@@ -69,6 +70,7 @@ def main(
         ceiling=ceiling,
         device=torch.device(device),
         time_steps=time_steps,
+        profiled=profile,
     )
     run = Run(settings, results, Budget(minutes), where)
     for chosen in presets:

@@ -26,8 +26,8 @@ bench() {
 bench_generate() { bench bench_generate.py ${stock[@]+"${stock[@]}"} "$@"; }
 
 kernels() {
-  bench bench_kernels.py "${small[@]}" --batch 256 --batch 8 --batch 1 --checkpoint float32
-  bench bench_kernels.py "${large[@]}" --batch 256 --batch 8 --batch 1 --checkpoint float32
+  bench bench_kernels.py "${small[@]}" --batch 256 --batch 8 --batch 1 --checkpoint float32 --profile
+  bench bench_kernels.py "${large[@]}" --batch 256 --batch 8 --batch 1 --checkpoint float32 --profile
   bench bench_kernels.py --batch 32 --batch 64 --batch 128 --batch 512 --checkpoint float32
 }
 
@@ -36,7 +36,7 @@ precisions() {
   for form in float32 float32/bfloat16 float32/fp8 float32/nvfp4 fp8 nvfp4 bfloat16 float32/s0.001; do
     every+=(--checkpoint "$form")
   done
-  bench bench_kernels.py "${small[@]}" --batch 256 --tokens 1 "${every[@]}"
+  bench bench_kernels.py "${small[@]}" --batch 256 --tokens 1 --profile "${every[@]}"
   skipped
 }
 

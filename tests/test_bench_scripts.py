@@ -306,12 +306,16 @@ def test_generate_from_end_to_end_and_resumed(call: Callable[..., Result], tmp_p
 def test_kernels_from_end_to_end_and_plotted(call: Callable[..., Result], tmp_path: Path, name: str) -> None:
     path = tmp_path / "kernels.json"
     arguments = ("--device=cpu", "--implementation=reference", "--batch=1", f"--output={path}", "--ceiling-gb=0.001")
-    assert call("bench_kernels", *arguments, f"--preset={name}", "--checkpoint=float32").exit_code == 0
+    assert call("bench_kernels", *arguments, f"--preset={name}", "--checkpoint=float32", "--profile").exit_code == 0
     cell = json.loads(path.read_text())["cells"][f"{name}/b1"]
     assert set(cell["replay"]) == {"t1/float32", "t4/float32"}
     step = cell["replay"]["t1/float32"]
     assert step["amortised"] == pytest.approx((15 * step["plain"]["p50"] + step["flush"]["p50"]) / 16, rel=1e-3)
     assert "spread" in step
+    profiles = step["profile_us"]
+    assert set(profiles) == {"plain", "flush"}
+    assert all(times and all(time > 0 for time in times.values()) for times in profiles.values())
+    assert next(iter(profiles["plain"].values())) == max(profiles["plain"].values())
     nothing = tmp_path / "generate.json"
     nothing.write_text(json.dumps({"environments": [], "cells": {}}))
     plotted = call("plot_results", f"--kernels={path}", f"--generate={nothing}", f"--output={tmp_path}")

@@ -19,6 +19,7 @@ from . import operators
 from .checks import check_eager, check_replay, check_update
 from .eager import EAGER, tiles, update_all
 from .precision_grid import Setting
+from .profiles import calls_profile
 from .timing import Timing, cache_bytes, measure
 
 PAST_THE_CACHE = 4  # how many times the L2 cache the layers' states take together
@@ -40,6 +41,7 @@ class Settings:
         ceiling: bytes per second of the fastest read.
         activations: dtype of the inputs.
         time_steps: the shortest and the longest.
+        profiled: record the time of a plain step and of a flush by kernel as well.
     """
 
     implementation: str
@@ -50,6 +52,7 @@ class Settings:
     device: torch.device
     activations: torch.dtype = torch.bfloat16
     time_steps: tuple[float, float] = operators.TIME_STEPS
+    profiled: bool = False
 
     @property
     def steps(self) -> dict[str, tuple[int, Setting]]:
@@ -141,6 +144,9 @@ def measure_step(geometry: LayerGeometry, rows: int, tokens: int, precision: Set
         "plain_bytes": traffic,
         "share_of_ceiling": _share(traffic, timings["plain"], settings),
     }
+    if settings.profiled:
+        profiled = {name: rotated_steps(step, layers, cursors[name]) for name in ("plain", "flush")}
+        record["profile_us"] = {name: calls_profile(calls) for name, calls in profiled.items()}
     if precision.decay_skip:
         record["skipped"] = round(skipped, 4)
         record["time_steps"] = list(settings.time_steps)

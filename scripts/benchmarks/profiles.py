@@ -1,7 +1,7 @@
 """Where a decode step's time goes: GPU time by kernel, from torch's profiler."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.autograd import DeviceType
@@ -41,3 +41,15 @@ def step_profile(generate: Callable[[int], object], short: int, long: int, most:
     per_step = sorted(((ms / (long - short), name) for name, ms in shortened.items() if ms > 0), reverse=True)
     named = {name: round(ms, 4) for ms, name in per_step[:most]}
     return {**named, "all others": round(sum(ms for ms, _ in per_step[most:]), 4)}
+
+
+def calls_profile(calls: Sequence[Callable[[], object]]) -> dict[str, float]:
+    """Microseconds of a call by kernel, the largest first; one by one, so without what overlaps in a graph."""
+
+    def all_of_them() -> None:
+        for call in calls:
+            call()
+
+    all_of_them()
+    times = kernel_times(all_of_them)
+    return {name[:NAME_LENGTH]: round(1e3 * ms / len(calls), 3) for name, ms in times.most_common() if ms > 0}
