@@ -70,6 +70,19 @@ def test_layers_whose_weights_wait_on_the_cpu(family: str, split: str, impl: str
     check(family, split, [FIRST, "cpu"], FIRST, impl)
 
 
+@pytest.mark.parametrize("waiting", range(1, 2**4))
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
+def test_every_map_of_the_first_four_layers(family: str, waiting: int) -> None:
+    """The bits of ``waiting`` say whose weights wait on the CPU."""
+    model = MODELS[family]()
+    where = ["cpu" if waiting >> layer & 1 else FIRST for layer in range(model.config.num_hidden_layers)]
+    calls: list[Call] = [("greedy", "replay"), ("lookup", "replay_static")]
+    truth, (logits, _) = sequences(model, None, calls), session(model)
+    placed = dispatched(model, where, FIRST, FIRST)
+    assert sequences(placed, None, calls, FIRST, "auto", disable_compile=True) == truth
+    assert_same(session(placed, FIRST, impl="auto")[0], logits)
+
+
 def check_loaded(family: str, folder: Path, memory: dict[int | str, float], impl: str) -> None:
     """Loaded with `device_map="auto"` and room for these shares of the weights by device, against all on the CPU."""
     MODELS[family]().save_pretrained(folder)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 import replay_transformers as rt
+from replay_transformers.patches.versions import generate_cache_name
 from tests.support.models import FAMILIES, greedy_without_cache, prompt
 from tests.support.speculation import perturbed
 
@@ -55,6 +56,14 @@ def tokens_of(model: Any, assistant: Any, inputs: dict[str, torch.Tensor], seed:
     return outputs
 
 
+def held_by(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, int]:
+    """Bytes of a cache by kind after a few tokens."""
+    cache = rt.ReplayCache(model.config)
+    with torch.no_grad():
+        model(**inputs, **{generate_cache_name(): cache}, use_cache=True)
+    return cache.memory_footprint()
+
+
 def main(model_path: str, assistant_path: str, output: str) -> None:
     """One process: load, generate, write; with other random numbers than the others."""
     torch.set_num_threads(1)
@@ -63,10 +72,11 @@ def main(model_path: str, assistant_path: str, output: str) -> None:
         assistant = AutoModelForCausalLM.from_pretrained(assistant_path, dtype=torch.float32).to(model.device)
         rank, inputs = dist.get_rank(), prompt(3, 9, [0, 4, 2])
         outputs = tokens_of(model, assistant, {n: tensor.to(model.device) for n, tensor in inputs.items()}, seed=rank)
+        cache = held_by(model, {name: tensor.to(model.device) for name, tensor in inputs.items()})
     weights = {name: weight for name, weight in model.named_parameters() if "q_proj" in name or "experts" in name}
     own = {name: getattr(weight, "to_local", lambda weight=weight: weight)() for name, weight in weights.items()}
     counts = {name: weight.numel() for name, weight in own.items()}
-    torch.save({"outputs": outputs, "own": counts}, Path(output) / f"{rank}.pt")
+    torch.save({"outputs": outputs, "own": counts, "cache": cache}, Path(output) / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -95,6 +105,12 @@ def check_two_processes(family: str, folder: Path, on_gpus: bool) -> None:
     assert split
     assert family != "qwen3_5" or all("q_proj" in name for name in split)
     inputs = prompt(3, 9, [0, 4, 2])
+    with rt.enable():
+        alone = held_by(model, inputs)
+    parts = 2 if family == "qwen3_5" else 1
+    for ranks in (first, second):
+        assert ranks["cache"] | {"attention": 0} == alone | {"attention": 0}, "states are whole in every process"
+        assert parts * ranks["cache"]["attention"] == alone["attention"] > 0
     truth = greedy_without_cache(model, inputs["input_ids"], inputs["attention_mask"], STEPS)
     for name, tokens in first["outputs"].items():
         assert torch.equal(tokens, second["outputs"][name]), f"{name}: the processes parted"
