@@ -94,8 +94,8 @@ def perturbed(model: Any, amount: float, seed: int = 1) -> Any:
     return never_unsure(assistant)
 
 
-def fitted(assistant: Any, tokens: torch.Tensor, mask: torch.Tensor, steps: int = 40) -> Any:
-    """An assistant that has briefly learned sequences ``[B, T]``, and is right now and then."""
+def fitted(assistant: Any, tokens: torch.Tensor, mask: torch.Tensor, steps: int = 150) -> Any:
+    """An assistant that has learned sequences ``[B, T]``, but proposes no token that is a multiple of 4."""
     optimizer = torch.optim.Adam(assistant.parameters(), lr=1e-2)
     with torch.enable_grad():
         for _ in range(steps):
@@ -103,6 +103,8 @@ def fitted(assistant: Any, tokens: torch.Tensor, mask: torch.Tensor, steps: int 
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
             optimizer.step()
+    with torch.no_grad():
+        assistant.get_output_embeddings().weight[::4] *= -1
     return never_unsure(assistant.eval())
 
 
