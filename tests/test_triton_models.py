@@ -113,10 +113,14 @@ def test_one_compiled_graph(name: str) -> None:
     assert torch.equal(output, greedy_without_cache(model, inputs["input_ids"], inputs["attention_mask"], 5))
 
 
-@EVERY_SHORT_MODEL
 @pytest.mark.parametrize(
-    "settings",
-    [{"readout": "fp8"}, {"readout": "nvfp4"}, {"checkpoint": "fp8_sr", "readout": "bfloat16"}, {"decay_skip": 0.3}],
+    ("name", "settings"),
+    [
+        ("nemotron_h-M*", {"readout": "fp8"}),
+        ("qwen3_5-attention-last", {"readout": "nvfp4"}),
+        ("nemotron_h-M*", {"checkpoint": "fp8_sr", "readout": "bfloat16"}),
+        ("qwen3_5-attention-last", {"decay_skip": 0.3}),
+    ],
     ids=str,
 )
 def test_precisions_under_generate(name: str, settings: dict[str, Any]) -> None:
