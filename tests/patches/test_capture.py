@@ -103,7 +103,7 @@ def test_without_a_gpu_it_runs_uncaptured(caplog: pytest.LogCaptureFixture) -> N
     assert caplog.text.count("one GPU") == 1
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3_5", pytest.param("nemotron_h", marks=pytest.mark.slow)])
 def test_another_batch_and_length_get_graphs_of_their_own(family: str, recorder: Recorder) -> None:
     """Sizes as inputs of one graph for all would mean no capture at all."""
     model = FAMILIES[family]()

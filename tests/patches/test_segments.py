@@ -54,7 +54,7 @@ def _on_hooks(model: Any) -> Any:
     return dispatched(model, ["cpu"] * model.config.num_hidden_layers, "cpu", "cpu")
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
+@pytest.mark.parametrize("family", [pytest.param("qwen3_5", marks=pytest.mark.slow), "nemotron_h"])
 def test_pieces_of_a_step_are_captured_one_by_one(family: str, recorder: Recorder, odd_layers_elsewhere: None) -> None:
     """Greedy, then drafts with rejections; two calls on one cache need no new captures."""
     model = MODELS[family]()
