@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from replay_transformers.kernels import launch, launch_table, overlap
+from replay_transformers.kernels import launch, launch_table
 from replay_transformers.kernels.folds import LIST, FoldLaunch
 from replay_transformers.kernels.launch import Launch, choose
 from replay_transformers.kernels.launch_table import DEFAULT, OPERATORS, Entry, find
@@ -123,6 +123,8 @@ def test_kernels_begin_early_where_the_gpu_can_do_it(
     capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler = pytest.importorskip("triton.backends.nvidia.compiler")
+    from replay_transformers.kernels import overlap
+
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     overlapping = overlap.overlapping.__wrapped__
     assert overlapping(CPU) == {}
