@@ -81,8 +81,10 @@ def generate_in_rows(
     is_compiled = model._valid_auto_compile_criteria(model_kwargs, config)
     levels = sorted({0, min(drafts, FIRST_LENGTH), drafts}) if cache.is_compileable else None
     fixed = None
-    if is_compiled and levels is not None:
-        tokens = config.max_length + drafts + MOST_WAITING
+    # what is cast on the way would be recorded as it happens to be now
+    if is_compiled and levels is not None and not torch.is_autocast_enabled(input_ids.device.type):
+        longest = max(config.max_length, cache.max_cache_len or 0)  # of a cache for several calls the same in all
+        tokens = longest + drafts + MOST_WAITING
         fixed = FixedShapes(forwards, rows.batch, tokens, levels, config.compile_config)
     drafter = drafter_of(model, config, assistant_model, lend, logits_processor, drafts, model_kwargs, fixed)
     if drafter.reads_states:

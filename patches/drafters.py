@@ -61,17 +61,20 @@ class FixedShapes:
         layers: int,
         implementation: str,
         dtype: torch.dtype,
-        weights: Iterable[torch.Tensor],
+        modules: Iterable[torch.nn.Module],
         lengths: Collection[int],
     ) -> RowForward:
         """Forwards of ``owner`` on a cache with room for all tokens, from the pool or new; see `RowForward`.
 
         Args:
             run: must not refer to the owner.
-            weights: what a recording reads where it is.
+            modules: whose weights and buffers a recording reads where they are.
         """
-        addresses = tuple(weight.data_ptr() for weight in weights)
-        key = (self.rows, self.tokens, implementation, dtype, frozenset(lengths), addresses)
+        addresses = tuple(
+            tensor.data_ptr() for module in modules for tensor in (*module.parameters(), *module.buffers())
+        )
+        shape = (self.rows, self.tokens, frozenset(lengths), torch.is_inference_mode_enabled())
+        key = (*shape, implementation, dtype, addresses)
         forward = self.pool.take(owner, key)
         if forward is None:
             cache = RowCache(layers, slots=self.tokens)
@@ -109,7 +112,8 @@ def drafter_of(
         head = head_of(model)
         feed = _head_forwards(head, fixed) if fixed is not None and is_on_one_device(model) else None
         return MultiTokenPrediction(head, drafts, processors, config.do_sample, feed)
-    if fixed is not None and not is_on_one_device(assistant):
+    # rows that are finished keep taking part, and grow in the assistant's cache
+    if fixed is not None and (fixed.rows > 1 or not is_on_one_device(assistant)):
         fixed = None
     rows = _assistant_rows(assistant, lend, drafts, arguments, fixed)
     return Assistant(rows, drafts, processors, config.do_sample)
@@ -131,8 +135,7 @@ def _head_forwards(head: MtpHead, fixed: FixedShapes) -> RowForward:
 
     # between drafts it takes in what the target had verified: a token, or a draft and one more
     lengths = {level + 1 for level in fixed.levels}
-    weights = [*head.layers.parameters(), *head.embed.parameters()]
-    return fixed.borrow(head, run, head.cached, head.implementation, head.dtype, weights, lengths)
+    return fixed.borrow(head, run, head.cached, head.implementation, head.dtype, head.modules, lengths)
 
 
 def _assistant_rows(
@@ -144,7 +147,7 @@ def _assistant_rows(
             return AttentionRows(assistant)
         forward = fixed.borrow(
             assistant, attention_forward(assistant), config.num_hidden_layers, assistant.config._attn_implementation,
-            assistant.dtype, assistant.parameters(), Assistant.lengths,
+            assistant.dtype, [assistant], Assistant.lengths,
         )  # fmt: skip
         return AttentionRows(assistant, forward)
     settings = ReplayConfig(max_draft=max(ReplayConfig().max_draft, drafts + Assistant.spare))

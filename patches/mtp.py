@@ -52,6 +52,11 @@ class MtpHead:
         """transformers' name of the attention."""
         return self.config._attn_implementation
 
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        """All that `forward` runs."""
+        return [self.embed, self.layers]
+
     def forward(
         self, tokens: torch.Tensor, states: torch.Tensor, mask: Any, positions: torch.Tensor, cache: Any
     ) -> torch.Tensor:

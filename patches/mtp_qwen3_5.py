@@ -19,6 +19,11 @@ class Qwen3_5Head(MtpHead):
         super().__init__(model, built.layers, built.config)
         self.rotary = built.rotary_emb
 
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        """All that `forward` runs."""
+        return [*super().modules, self.rotary]
+
     def run(
         self, embedded: torch.Tensor, states: torch.Tensor, mask: Any, positions: torch.Tensor, others: dict[str, Any]
     ) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Forwards of a drafter on a `RowCache`, of which those that every round repeats may be recorded and replayed."""
 
+import weakref
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -45,10 +46,21 @@ class RowForward:
         if self.record is None or not rows.before or count not in self.lengths:
             return self._run(tokens, *others, *pointers)[0]
         if count not in self._recorded:
-            self._recorded[count] = self.record(self._run)
+            self._recorded[count] = self.record(self._for_record())
         result = self._recorded[count](tokens, *others, *pointers)[0]
         rows.starts, rows.padding, rows.first = pointers
         return result
+
+    def _for_record(self) -> Callable[..., Any]:
+        """`_run` for a recording that is kept here: without a cycle, which would keep buffers and graphs alive."""
+        method = weakref.WeakMethod(self._run)
+
+        def run_recorded(*operands: torch.Tensor) -> Any:
+            run = method()
+            assert run is not None
+            return run(*operands)
+
+        return run_recorded
 
     def _run(self, tokens: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor]:
         """The last three operands are the pointers: a recorded forward has them in places of its own."""
