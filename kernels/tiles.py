@@ -8,6 +8,7 @@ __all__ = [
     "LEAST_DEPTH",
     "MIN_RECORDS",
     "RECORDS",
+    "copy_head",
     "cut_product",
     "due_rows",
     "exact_product",
@@ -20,6 +21,7 @@ __all__ = [
     "record_slot",
     "saturated",
     "store_tiles",
+    "store_with_copy",
 ]
 
 
@@ -114,6 +116,48 @@ def store_tiles(
         )  # fmt: skip
         stored += (written,)  # type: ignore[assignment]
     return stored
+
+
+@triton.jit
+def store_with_copy(
+    STORE: tl.constexpr, STORE_COPY: tl.constexpr,
+    values, scales, head_scales, copy_values, copy_scales, copy_head_scales, row_head, first, states, key, position,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr, BLOCK_N: tl.constexpr,
+    TRANSPOSED: tl.constexpr, COPY_TRANSPOSED: tl.constexpr, HAS_COPY: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Write a fold's states of channels from ``first`` on, tile after tile; the copy is made of what was stored."""
+    if WARPS > 1:
+        # a warp must not overwrite what another has yet to read; else the next piece can be under way by now
+        tl.debug_barrier()
+    states = store_tiles(
+        STORE, values, scales, head_scales, row_head, first, states, key, position,
+        BLOCK, WIDTH, STATES, BLOCK_N, TRANSPOSED,
+    )  # fmt: skip
+    if HAS_COPY:
+        store_tiles(
+            STORE_COPY, copy_values, copy_scales, copy_head_scales, row_head, first, states, key, position,
+            BLOCK, WIDTH, STATES, BLOCK_N, COPY_TRANSPOSED,
+        )  # fmt: skip
+
+
+@triton.jit
+def copy_head(
+    LOAD: tl.constexpr, STORE_COPY: tl.constexpr,
+    values, scales, head_scales, copy_values, copy_scales, copy_head_scales, row_head, first, largest, key, position,
+    TILES: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr, BLOCK_N: tl.constexpr,
+    TRANSPOSED: tl.constexpr, COPY_TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Make the copy of a head that this program has just stored; ``largest``: see `largest_bits`, of all of it."""
+    tl.debug_barrier()
+    for tile in tl.range(0, TILES, num_stages=STAGES):
+        c = first + tile * BLOCK + tl.arange(0, BLOCK)
+        ok = inside(c, WIDTH, BLOCK * TILES)
+        states = LOAD(values, scales, head_scales, row_head, c, ok, WIDTH, STATES, BLOCK_N, TRANSPOSED)
+        STORE_COPY(
+            copy_values, copy_scales, copy_head_scales, row_head, c, ok, states, largest, key, position,
+            WIDTH, STATES, BLOCK_N, COPY_TRANSPOSED,
+        )  # fmt: skip
 
 
 # the interpreter keeps bfloat16 values as their bits and would multiply those

@@ -4,7 +4,6 @@ It runs on caches of its own; where the target's forwards are compiled, its forw
 """
 
 import dataclasses
-import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Any
 
@@ -17,7 +16,7 @@ from replay_transformers.generation.drafters.base import Drafter, RowModel
 from replay_transformers.generation.drafters.mtp import MultiTokenPrediction
 from replay_transformers.generation.drafters.prompt_lookup import PromptLookup
 from replay_transformers.generation.row_cache import RowCache
-from replay_transformers.generation.row_forward import RowForward
+from replay_transformers.generation.row_forward import RowForward, weakly
 from replay_transformers.geometry import FAMILIES, text_config
 from replay_transformers.patches.capture import recorded
 from replay_transformers.patches.drafts import uses_mtp
@@ -126,16 +125,9 @@ def one_length_each(config: CompileConfig | None) -> CompileConfig:
 
 
 def _head_forwards(head: MtpHead, fixed: FixedShapes) -> RowForward:
-    forward = weakref.WeakMethod(head.forward)
-
-    def run(*operands: Any, **named: Any) -> torch.Tensor:
-        method = forward()
-        assert method is not None
-        return method(*operands, **named)
-
     # between drafts it takes in what the target had verified: a token, or a draft and one more
     lengths = {level + 1 for level in fixed.levels}
-    return fixed.borrow(head, run, head.cached, head.implementation, head.dtype, head.modules, lengths)
+    return fixed.borrow(head, weakly(head.forward), head.cached, head.implementation, head.dtype, head.modules, lengths)
 
 
 def _assistant_rows(

@@ -1,7 +1,6 @@
 """Models of transformers as the batched loop sees them: rows have taken in different numbers of tokens."""
 
 import inspect
-import weakref
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -10,7 +9,7 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 
 from replay_transformers.cache import ReplayCache
 from replay_transformers.generation.row_cache import RowCache
-from replay_transformers.generation.row_forward import RowForward
+from replay_transformers.generation.row_forward import RowForward, weakly
 from replay_transformers.generation.rows import Rows
 from replay_transformers.geometry import text_config
 from replay_transformers.patches.versions import generate_cache_name
@@ -187,12 +186,11 @@ def runs_in_rows(model: Any) -> bool:
 
 def attention_forward(model: Any) -> Callable[..., torch.Tensor]:
     """Runs a model without a recurrent state as `RowForward` asks for it, and does not keep it alive: its logits."""
-    reference = weakref.ref(model)
+    call = weakly(model.__call__)
 
     def run(tokens: torch.Tensor, mask: Any, positions: torch.Tensor, cache: RowCache) -> torch.Tensor:
-        called: Any = reference()
         named = {generate_cache_name(): cache, "use_cache": True, "return_dict": True}
-        return called(input_ids=tokens, attention_mask=mask, position_ids=positions, **named).logits
+        return call(input_ids=tokens, attention_mask=mask, position_ids=positions, **named).logits
 
     return run
 

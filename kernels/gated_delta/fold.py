@@ -111,13 +111,8 @@ def _places(block, begin, first, WIDTH: tl.constexpr, STATES: tl.constexpr, BLOC
     The dimensions are those in which matrix units keep rows and columns of a product: four threads with two states
     each, eight with two channels each, the groups of 16 channels. A load in this order needs no exchange among threads.
     """
-    quad, lane, group, step = (
-        tl.arange(0, 4),
-        tl.arange(0, 8),
-        tl.arange(0, BLOCK_V // RECORDS),
-        tl.arange(0, PART // 8),
-    )
-    pair = tl.arange(0, 2)
+    quad, lane, pair = tl.arange(0, 4), tl.arange(0, 8), tl.arange(0, 2)
+    group, step = tl.arange(0, BLOCK_V // RECORDS), tl.arange(0, PART // 8)
     i = begin + (quad[:, None, None] * 2 + step[None, :, None] * 8 + pair[None, None, :])
     c = lane[:, None, None] * 2 + group[None, :, None] * RECORDS + pair[None, None, :]
     i, c = i[:, None, None, :, :, None], c[None, :, :, None, None, :]

@@ -14,13 +14,14 @@ from replay_transformers.kernels.gated_delta.step import among_tokens, deltas_of
 from replay_transformers.kernels.overlap import wait_for_previous
 from replay_transformers.kernels.tiles import (
     RECORDS,
+    copy_head,
     due_rows,
     exact_product,
     inside,
     largest_bits,
     piece_of_due,
     piece_of_program,
-    store_tiles,
+    store_with_copy,
 )
 
 __all__ = ["gated_delta_stored_fold", "gated_delta_stored_step"]
@@ -152,15 +153,11 @@ def gated_delta_stored_fold(
                     WIDTH, STATES, BLOCK_K, TRANSPOSED,
                 )  # fmt: skip
                 largest = tl.maximum(largest, largest_bits(s))
-            tl.debug_barrier()
-            for tile in tl.range(0, TILES, num_stages=STAGES):
-                c = first + tile * BLOCK_V + p
-                ok = inside(c, WIDTH, BLOCK_V * TILES)
-                s = LOAD(values, scales, head_scales, row_head, c, ok, WIDTH, STATES, BLOCK_K, TRANSPOSED)
-                STORE_COPY(
-                    copy_values, copy_scales, copy_head_scales, row_head, c, ok, s, largest, key, position,
-                    WIDTH, STATES, BLOCK_K, COPY_TRANSPOSED,
-                )  # fmt: skip
+            copy_head(
+                LOAD, STORE_COPY, values, scales, head_scales, copy_values, copy_scales, copy_head_scales,
+                row_head, first, largest, key, position, TILES, STAGES, BLOCK_V, WIDTH, STATES, BLOCK_K,
+                TRANSPOSED, COPY_TRANSPOSED,
+            )  # fmt: skip
         else:
             states = ()
             for tile in tl.static_range(TILES):
@@ -171,15 +168,8 @@ def gated_delta_stored_fold(
                     start, count, WIDTH, STATES, CAPACITY, BLOCK_V, BLOCK_K, BLOCK_R, TRANSPOSED, SKIP,
                 )  # fmt: skip
                 states += (s,)  # type: ignore[assignment]
-            if WARPS > 1:
-                # a warp must not overwrite what another has yet to read; else the next piece can be under way by now
-                tl.debug_barrier()
-            states = store_tiles(
-                STORE, values, scales, head_scales, row_head, first, states, key, position, BLOCK_V,
-                WIDTH, STATES, BLOCK_K, TRANSPOSED,
+            store_with_copy(
+                STORE, STORE_COPY, values, scales, head_scales, copy_values, copy_scales, copy_head_scales,
+                row_head, first, states, key, position, BLOCK_V, WIDTH, STATES, BLOCK_K,
+                TRANSPOSED, COPY_TRANSPOSED, HAS_COPY, WARPS,
             )  # fmt: skip
-            if HAS_COPY:
-                store_tiles(
-                    STORE_COPY, copy_values, copy_scales, copy_head_scales, row_head, first, states, key, position,
-                    BLOCK_V, WIDTH, STATES, BLOCK_K, COPY_TRANSPOSED,
-                )  # fmt: skip

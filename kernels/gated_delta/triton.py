@@ -106,9 +106,7 @@ def _run(
     block_v, block_k = max(block_v, LEAST_CHANNELS), max(power_of_two(states), LEAST_DEPTH)
     skips = precision is not None and precision.decay_skip > 0
     folds_first = fold and precision is not None
-
-    early = {} if fold and precision is not None else overlapping(device)
-
+    early = {} if folds_first else overlapping(device)
     # many tokens take the registers that the solvers would need
     solvers = min(SOLVERS, rows * heads) if fold and precision is None and tokens == 1 else 0
 

@@ -11,6 +11,7 @@ from replay_transformers.kernels.mamba2.step import change_of_states
 from replay_transformers.kernels.overlap import wait_for_previous
 from replay_transformers.kernels.tiles import (
     RECORDS,
+    copy_head,
     due_rows,
     exact_product,
     inside,
@@ -18,7 +19,7 @@ from replay_transformers.kernels.tiles import (
     piece_of_due,
     piece_of_program,
     record_slot,
-    store_tiles,
+    store_with_copy,
 )
 
 __all__ = ["mamba2_stored_fold", "mamba2_stored_step"]
@@ -143,15 +144,10 @@ def mamba2_stored_fold(
                     values, scales, head_scales, row_head, c, ok, s, 0, key, position, WIDTH, STATES, BLOCK_N, False
                 )
                 largest = tl.maximum(largest, largest_bits(s))
-            tl.debug_barrier()
-            for tile in tl.range(0, TILES, num_stages=STAGES):
-                c = first + tile * BLOCK_P + p
-                ok = inside(c, WIDTH, BLOCK_P * TILES)
-                s = LOAD(values, scales, head_scales, row_head, c, ok, WIDTH, STATES, BLOCK_N, False)
-                STORE_COPY(
-                    copy_values, copy_scales, copy_head_scales, row_head, c, ok, s, largest, key, position,
-                    WIDTH, STATES, BLOCK_N, False,
-                )  # fmt: skip
+            copy_head(
+                LOAD, STORE_COPY, values, scales, head_scales, copy_values, copy_scales, copy_head_scales,
+                row_head, first, largest, key, position, TILES, STAGES, BLOCK_P, WIDTH, STATES, BLOCK_N, False, False,
+            )  # fmt: skip
         else:
             states = ()
             for tile in tl.static_range(TILES):
@@ -162,15 +158,7 @@ def mamba2_stored_fold(
                     start, count, WIDTH, STATES, CAPACITY, BLOCK_P, BLOCK_N, BLOCK_R, AGES, TILES > 1, SKIP,
                 )  # fmt: skip
                 states += (s,)  # type: ignore[assignment]
-            if WARPS > 1:
-                # a warp must not overwrite what another has yet to read; else the next piece can be under way by now
-                tl.debug_barrier()
-            states = store_tiles(
-                STORE, values, scales, head_scales, row_head, first, states, key, position,
-                BLOCK_P, WIDTH, STATES, BLOCK_N, False,
+            store_with_copy(
+                STORE, STORE_COPY, values, scales, head_scales, copy_values, copy_scales, copy_head_scales,
+                row_head, first, states, key, position, BLOCK_P, WIDTH, STATES, BLOCK_N, False, False, HAS_COPY, WARPS,
             )  # fmt: skip
-            if HAS_COPY:
-                store_tiles(
-                    STORE_COPY, copy_values, copy_scales, copy_head_scales, row_head, first, states, key, position,
-                    BLOCK_P, WIDTH, STATES, BLOCK_N, False,
-                )  # fmt: skip

@@ -95,8 +95,8 @@ def _run(
     block_p = min(chosen.block, power_of_two(width))
     block_n = max(power_of_two(states), LEAST_DEPTH)
     skips = precision is not None and precision.decay_skip > 0
-
-    early = {} if fold and precision is not None else overlapping(device)
+    folds_first = fold and precision is not None
+    early = {} if folds_first else overlapping(device)
 
     def scratch(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device=device)
@@ -115,7 +115,7 @@ def _run(
         cursor, coefficient, carry, weight, *dt.stride(), *B.stride(), *C.stride(),
         precision.least_log if precision is not None else 0.0,
         SHARE=share, BLOCK_H=power_of_two(share), HAS_D=D is not None, FOLD=fold,
-        FOLD_FIRST=fold and precision is not None, SKIP=skips, OVERLAPS=bool(early),
+        FOLD_FIRST=folds_first, SKIP=skips, OVERLAPS=bool(early),
         **step_sizes, num_warps=chosen.share_warps,
     )  # fmt: skip
     if fold and precision is not None:

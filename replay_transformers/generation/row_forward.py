@@ -8,7 +8,19 @@ import torch
 
 from replay_transformers.generation.row_cache import RowCache
 
-__all__ = ["RowForward"]
+__all__ = ["RowForward", "weakly"]
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls a bound method of an object that it does not keep alive."""
+    reference = weakref.WeakMethod(method)
+
+    def run_weakly(*operands: Any, **named: Any) -> Any:
+        alive = reference()
+        assert alive is not None
+        return alive(*operands, **named)
+
+    return run_weakly
 
 
 class RowForward:
@@ -45,22 +57,11 @@ class RowForward:
         pointers = rows.starts, rows.padding, rows.first
         if self.record is None or not rows.before or count not in self.lengths:
             return self._run(tokens, *others, *pointers)[0]
-        if count not in self._recorded:
-            self._recorded[count] = self.record(self._for_record())
+        if count not in self._recorded:  # a cycle would keep buffers and graphs alive
+            self._recorded[count] = self.record(weakly(self._run))
         result = self._recorded[count](tokens, *others, *pointers)[0]
         rows.starts, rows.padding, rows.first = pointers
         return result
-
-    def _for_record(self) -> Callable[..., Any]:
-        """`_run` for a recording that is kept here: without a cycle, which would keep buffers and graphs alive."""
-        method = weakref.WeakMethod(self._run)
-
-        def run_recorded(*operands: torch.Tensor) -> Any:
-            run = method()
-            assert run is not None
-            return run(*operands)
-
-        return run_recorded
 
     def _run(self, tokens: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor]:
         """The last three operands are the pointers: a recorded forward has them in places of its own."""

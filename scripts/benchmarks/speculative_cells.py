@@ -135,9 +135,9 @@ def measure_cell(model: Any, cell: Cell, settings: Settings, expected: torch.Ten
         record |= {"chance": cell.chance, "accepted": None}
     try:
         with rt.enable():
-            measured = _measure_generate if cell.method == "generate" else _measure_loop
-            if cell.chance is not None:
-                measured = _measure_chance
+            measured = _measure_loop if cell.chance is None else _measure_chance
+            if cell.method == "generate":
+                measured = _measure_generate
             record |= measured(model, cell, settings, expected)
     except Exception as error:
         if not is_out_of_memory(error):
@@ -172,20 +172,8 @@ def _measure_loop(model: Any, cell: Cell, settings: Settings, expected: torch.Te
     target = _target(model, cell, settings, last, forwards)
     timed = -(-settings.new_tokens // added)
     recorder = RoundRecorder(devices_of(model), warm=1 + rounds - timed)
-    loop = KnownLoop(
-        target,
-        KnownDrafter(text, drafts),
-        DraftLength(drafts, "fixed" if drafts else "off"),
-        LogitsProcessorList(),
-        StoppingCriteriaList([MaxLengthCriteria(last)]),
-        do_sample=False,
-        max_length=last + drafts,  # so that the last draft is as long as the others
-        clock=recorder.clock,
-        decoding=model._optimize_model_for_decode,
-        text=text,
-        kept_rows=checked_rows(cell.batch),
-        kept_until=settings.prompt + settings.checked,
-    )
+    common = _loop_arguments(model, cell, settings, last, recorder)
+    loop = KnownLoop(target, KnownDrafter(text, drafts), text=text, **common)
     loop.run(rows)
     in_vain = int(loop.goes_ahead(rows))
     times = recorder.rounds()[:rounds]
@@ -212,38 +200,41 @@ def _measure_chance(model: Any, cell: Cell, settings: Settings, expected: torch.
     assert cell.chance is not None
     ids = known_ids(model, cell.batch, last + 2 * cell.tokens, settings.prompt)
     text, forwards = ChanceText(ids, cell.chance, model.config.vocab_size), [0]
-    rows, kept = Rows(ids[:, : settings.prompt], None, 0), checked_rows(cell.batch)
-    target = _target(model, cell, settings, last, forwards)
+    rows, target = Rows(ids[:, : settings.prompt], None, 0), _target(model, cell, settings, last, forwards)
     recorder = RoundRecorder(devices_of(model), warm=1 + settings.warm)
-    loop = ChanceLoop(
-        target,
-        ChanceDrafter(text, drafts),
-        DraftLength(drafts, "fixed"),
-        LogitsProcessorList(),
-        StoppingCriteriaList([MaxLengthCriteria(last)]),
-        do_sample=False,
-        max_length=last + drafts,
-        clock=recorder.clock,
-        decoding=model._optimize_model_for_decode,
-        text=text,
-        kept_rows=kept,
-        kept_until=settings.prompt + settings.checked,
-    )
+    common = _loop_arguments(model, cell, settings, last, recorder)
+    loop = ChanceLoop(target, ChanceDrafter(text, drafts), text=text, **common)
     loop.run(rows)
     grown = torch.stack(loop.grown)[1:].cpu()  # behind the first token, which the prompts' forward gives
     # the last round of a row may be cut
     whole = int((grown > 0).all(1).sum()) - 1
-    times = recorder.rounds()[settings.warm : whole]
-    scores = torch.stack([torch.cat(loop.kept[row])[: settings.checked] for row in kept], dim=1)
+    times = recorder.rounds()
+    scores = torch.stack([torch.cat(loop.kept[row])[: settings.checked] for row in loop.kept_rows], dim=1)
     tokens = float(grown[settings.warm : whole].double().mean())
-    record = _times(times, cell, model, tokens) | {
-        "warm_up_s": round(sum(recorder.rounds()[: settings.warm]) / 1e3, 3),
+    record = _times(times[settings.warm : whole], cell, model, tokens) | {
+        "warm_up_s": round(sum(times[: settings.warm]) / 1e3, 3),
         "forwards_per_round": forwards[0] / (len(grown) + int(loop.goes_ahead(rows))),
         "logit_error": round(logit_error(scores, expected), 4),
     }
     if not torch.equal(rows.finished(), ids[:, :last]):
         record["status"] = "wrong: other tokens than the known ones"
     return _checked(record, settings)
+
+
+def _loop_arguments(model: Any, cell: Cell, settings: Settings, last: int, recorder: RoundRecorder) -> dict[str, Any]:
+    """What loops over known tokens are given alike; rows end at ``last``."""
+    drafts = cell.tokens - 1
+    return {
+        "length": DraftLength(drafts, "fixed" if drafts else "off"),
+        "processors": LogitsProcessorList(),
+        "criteria": StoppingCriteriaList([MaxLengthCriteria(last)]),
+        "do_sample": False,
+        "max_length": last + drafts,  # so that the last draft is as long as the others
+        "clock": recorder.clock,
+        "decoding": model._optimize_model_for_decode,
+        "kept_rows": checked_rows(cell.batch),
+        "kept_until": settings.prompt + settings.checked,
+    }
 
 
 def _target(model: Any, cell: Cell, settings: Settings, length: int, forwards: list[int]) -> ReplayRows:

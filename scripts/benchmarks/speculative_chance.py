@@ -8,6 +8,8 @@ from replay_transformers.generation.acceptance import Accepted, Draft, accept_eq
 from replay_transformers.generation.loop import Loop
 from replay_transformers.generation.rows import Rows
 
+from .speculative_loop import KnownDrafter
+
 
 class ChanceText:
     """The sequences of a batch, and drafts of which each token is right with a probability.
@@ -29,23 +31,14 @@ def behind(rows: Rows, tokens: torch.Tensor, count: int) -> torch.Tensor:
     return tokens.gather(1, places.clamp(max=tokens.shape[1] - 1))
 
 
-class ChanceDrafter:
-    """Proposes the drafts."""
+class ChanceDrafter(KnownDrafter):
+    """Proposes the drafts, behind what each row has."""
 
-    reads_states = False
-
-    def __init__(self, text: ChanceText, most: int) -> None:
-        self.text, self.most = text, most
-
-    def start(self, rows: Rows, states: torch.Tensor | None) -> None:
-        """Nothing to prepare."""
+    text: ChanceText
 
     def draft(self, rows: Rows, length: int) -> Draft:
         """What comes next, right or wrong."""
-        return Draft(behind(rows, self.text.drafts, length), torch.full_like(rows.lengths, length))
-
-    def verified(self, rows: Rows, drafted: int, added: torch.Tensor, states: torch.Tensor | None) -> None:
-        """Nothing to keep."""
+        return Draft(behind(rows, self.text.drafts, length), self.counts)
 
 
 @dataclass

@@ -47,7 +47,7 @@ class KnownDrafter:
 
     reads_states = False
 
-    def __init__(self, text: KnownText, most: int) -> None:
+    def __init__(self, text: Any, most: int) -> None:
         self.text, self.most = text, most
         self.counts = torch.full((len(text.ids),), most, device=text.ids.device)
 

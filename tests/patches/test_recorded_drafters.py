@@ -171,7 +171,7 @@ def test_what_cannot_be_captured_runs_as_it_is(
     recorder: Recorder, drafts: Drafts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def record(function: Any, operands: Any) -> Any:
-        if getattr(function, "__name__", "") == "run_recorded":
+        if getattr(function, "__name__", "") == "run_weakly":
             raise RuntimeError("operation not permitted when stream is capturing")
         return recorder(function, operands)
 
