@@ -11,6 +11,7 @@ from transformers import CompileConfig
 
 import replay_transformers as rt
 from replay_transformers.cursor import SPREAD_ROWS
+from replay_transformers.patches.capture import recorded
 from tests.support.flushes import Pointers, given_back
 from tests.support.generation import CACHE_ARGUMENT
 from tests.support.models import WITHOUT_EXPERTS, greedy_without_cache, prompt
@@ -84,3 +85,32 @@ def test_the_state_advances_once_per_step(family: str, impl: str, captures: list
     assert len(captures) == 1
     torch.testing.assert_close(kept[0], kept[1], rtol=0, atol=2e-4)
     torch.testing.assert_close(states[0], states[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("draws", [False, True], ids=["plain", "random"])
+def test_a_capture_that_fails(draws: bool, captures: list[torch.device], caplog: pytest.LogCaptureFixture) -> None:
+    """A forward that waits for the GPU runs as it is; random numbers and the next capture are as before."""
+
+    def waits(values: torch.Tensor) -> tuple[torch.Tensor]:
+        noise = torch.rand_like(values) if draws else 0.5
+        return (values * (values.sum().item() + noise),)
+
+    def doubles(values: torch.Tensor) -> tuple[torch.Tensor]:
+        return (2 * values + 0 * torch.rand_like(values),)
+
+    function, other = recorded(waits), recorded(doubles)
+    for count in range(1, 5):
+        values = torch.full((3,), float(count), device="cuda")
+        (result,) = function(values)
+        least = count * 3 * count
+        assert ((result >= least) & (result <= least + count)).all()
+    assert "cannot be captured" in caplog.text
+    torch.manual_seed(0)
+    first = torch.multinomial(torch.ones(50, device="cuda"), 20, replacement=True)
+    torch.manual_seed(0)
+    assert torch.equal(torch.multinomial(torch.ones(50, device="cuda"), 20, replacement=True), first)
+    before = len(captures)
+    for count in range(1, 5):
+        values = torch.full((3,), float(count), device="cuda")
+        assert torch.equal(other(values)[0], 2 * values)
+    assert len(captures) == before + 1
