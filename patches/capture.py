@@ -148,13 +148,47 @@ def _is_as_before(value: torch.Tensor, before: torch.Tensor | int) -> bool:
 
 
 def record(function: Function, inputs: Sequence[torch.Tensor]) -> tuple[Sequence[Any], Callable[[], None]]:
-    """Capture ``function(*inputs)`` without executing it; its outputs-to-be, and what executes it."""
-    graph, device = torch.cuda.CUDAGraph(), inputs[0].device
+    """Capture ``function(*inputs)`` without executing it; its outputs-to-be, and what executes it.
+
+    Where the capture fails, what torch leaves behind is put right before the error is raised.
+    """
+    graph, device, pool = torch.cuda.CUDAGraph(), inputs[0].device, torch.cuda.graph_pool_handle()
     # torch's own stream for captures is on the device that captured first
-    capturing = torch.cuda.graph(graph, stream=_stream(device), capture_error_mode="thread_local")
-    with torch.cuda.device(device), capturing:
-        outputs = function(*inputs)
+    capturing = torch.cuda.graph(graph, pool=pool, stream=_stream(device), capture_error_mode="thread_local")
+    # the inner stream context is not left where ending the capture raises, the outer one is
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
+        try:
+            with capturing:
+                outputs = function(*inputs)
+        except RuntimeError:
+            if not _has_ended(graph):
+                _after_failure(graph, device, pool)
+            raise
     return outputs, graph.replay
+
+
+def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:
+    """Whether its capture came to a good end, whatever else failed."""
+    try:
+        graph.pool()
+    except RuntimeError:
+        return False
+    return True
+
+
+_failed_graphs: list[torch.cuda.CUDAGraph] = []  # torch's allocators may still ask them what they captured
+
+
+def _after_failure(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
+    """A capture that CUDA broke off: torch still serves allocations from its pool and random numbers as within it."""
+    _failed_graphs.append(graph)
+    torch._C._cuda_endAllocateToPool(device.index, pool)
+    torch._C._cuda_releasePool(device.index, pool)
+    with torch.cuda.stream(_stream(device)):
+        number = torch.zeros((), device=device)
+    # one that ends well lets the generator out
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=_stream(device), capture_error_mode="thread_local"):
+        number += 1
 
 
 @functools.cache

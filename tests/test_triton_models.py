@@ -144,6 +144,19 @@ def test_precisions_under_generate(name: str, settings: dict[str, Any]) -> None:
         assert (got - truth).norm() <= 1e-2 * truth.norm()
 
 
+@pytest.mark.parametrize("settings", [{"readout": "fp8"}, {"checkpoint": "nvfp4"}], ids=str)
+@pytest.mark.parametrize("family", models.SQUARE)
+def test_heads_as_wide_as_their_states(family: str, settings: dict[str, str]) -> None:
+    """What the prompt leaves in the state is stored the way round that the kernels read it."""
+    model, tokens = models.SQUARE[family](), ids(2, 9)
+    logits = []
+    for impl in ("reference", "triton"):
+        cache = rt.ReplayCache(model.config, config(impl, **settings))
+        logits.append(feed(model, cache, tokens, 7, 1, 1)[:, 7:])
+    truth, got = logits
+    assert (got - truth).norm() <= 1e-2 * truth.norm()  # a value rounded to the other side
+
+
 @EVERY_MODEL
 def test_float64_is_refused(name: str) -> None:
     model = models.FAMILIES[name]().double()

@@ -102,14 +102,23 @@ class Operands:
     dtypes: dict[str, torch.dtype]
 
 
-def state_operands(shape: tuple[int, int, int, int], **states: State | None) -> Operands:
-    """Of states for rows and heads of this shape ``[B, H, ., .]``; a part of a state is called ``name.part``."""
+def state_operands(shape: tuple[int, int, int, int], transposed: bool, **states: State | None) -> Operands:
+    """Of states for rows and heads of this shape ``[B, H, ., .]``; a part of a state is called ``name.part``.
+
+    Args:
+        transposed: whether the last two are states and channels, not channels and states.
+
+    Raises:
+        ValueError: a `StoredState` that has them the other way round.
+    """
     operands = Operands({}, {})
+    channels, count = shape[:1:-1] if transposed else shape[2:]
     for name, state in states.items():
         if isinstance(state, torch.Tensor):
             operands.shapes[name] = (state, shape)
         elif state is not None:
-            channels, count = shape[:1:-1] if state.transposed else shape[2:]
+            if state.transposed != transposed:
+                raise ValueError(f"{name} must be a StoredState with transposed={transposed}, got {state.transposed}")
             for part, (own, dtype) in state.format.parts(channels, count).items():
                 operands.shapes[f"{name}.{part}"] = (state.parts[part], (*shape[:2], *own))
                 operands.dtypes[f"{name}.{part}"] = dtype

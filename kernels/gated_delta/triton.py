@@ -293,7 +293,7 @@ def replay_step(
         }  # fmt: skip
         if folds is not None:
             expected["folds"] = (folds, (rows,))
-        held = state_operands((rows, heads, states, width), state=state, readout=readout)
+        held = state_operands((rows, heads, states, width), True, state=state, readout=readout)
         check_operands(expected | held.shapes, (*RINGS, *held.shapes), POINTERS, held.dtypes)
     cursor, tokens_of = (base, committed, pending, folds), (q, k, v, g, beta)
     run: Callable[..., torch.Tensor]

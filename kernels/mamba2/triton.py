@@ -260,7 +260,7 @@ def replay_step(
             expected["D"] = (D, (heads,))
         if folds is not None:
             expected["folds"] = (folds, (rows,))
-        held = state_operands((rows, heads, width, states), state=state, readout=readout)
+        held = state_operands((rows, heads, width, states), False, state=state, readout=readout)
         check_operands(expected | held.shapes, (*RINGS, *held.shapes), POINTERS, held.dtypes)
     cursor, tokens_of, rings = (base, committed, pending, folds), (x, dt, B, C), (ring_x, ring_b, ring_dt)
     run: Callable[..., torch.Tensor]

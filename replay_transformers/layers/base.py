@@ -32,6 +32,7 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
 
     is_croppable = True  # by pointer, while recording
     is_compileable = True  # fixed shapes, in-place writes
+    transposed = False  # whether a head's state is ``[states, channels]`` in transformers, not ``[channels, states]``
 
     def __init__(
         self,
@@ -234,12 +235,12 @@ class ReplayLayer(LinearAttentionCacheLayerMixin):
             part: allocate((rows, heads, *shape), dtype, device)
             for part, (shape, dtype) in form.parts(channels, states).items()
         }
-        is_transposed = self._state_shape() != (heads, channels, states)
-        return StoredState(form, parts, states, is_transposed, key=self.config.seed ^ self.order << 32)
+        return StoredState(form, parts, states, self.transposed, key=self.config.seed ^ self.order << 32)
 
     def _state_shape(self) -> tuple[int, int, int]:
         """Shape of one row's state, in transformers' layout."""
-        raise NotImplementedError
+        channels, states = self.geometry.head_dim, self.geometry.state_dim
+        return self.geometry.heads, *((states, channels) if self.transposed else (channels, states))
 
     def _ring_shapes(self, dtype: torch.dtype) -> dict[str, tuple[int, tuple[int, ...], torch.dtype]]:
         """Rings by name: ``(heads, width of a record per head, dtype)`` for activations in ``dtype``."""

@@ -19,8 +19,7 @@ class GatedDeltaReplayLayer(ReplayLayer):
     [B, Hv, R, V]`` in the activation dtype (it never enters a fold, so its rounding lives for one window at most).
     """
 
-    def _state_shape(self) -> tuple[int, int, int]:
-        return self.geometry.heads, self.geometry.state_dim, self.geometry.head_dim
+    transposed = True
 
     def _ring_shapes(self, dtype: torch.dtype) -> dict[str, tuple[int, tuple[int, ...], torch.dtype]]:
         geometry, wide = self.geometry, at_least_float32(dtype)

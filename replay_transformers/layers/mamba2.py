@@ -21,9 +21,6 @@ class Mamba2ReplayLayer(ReplayLayer):
 
     rate: Any = None  # a tensor from the first forward on
 
-    def _state_shape(self) -> tuple[int, int, int]:
-        return self.geometry.heads, self.geometry.head_dim, self.geometry.state_dim
-
     def _ring_shapes(self, dtype: torch.dtype) -> dict[str, tuple[int, tuple[int, ...], torch.dtype]]:
         geometry = self.geometry
         return {

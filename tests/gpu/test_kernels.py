@@ -163,7 +163,7 @@ def test_a_step_that_begins_early_waits_for_what_it_needs(
 ) -> None:
     """The bits of one that waits for the kernel before it; other tokens each time, so that nothing old is the same."""
     kernel = KERNELS[operator.name]
-    if not kernel.overlapping(DEVICE):
+    if not kernel.overlapping(torch.device(DEVICE)):
         pytest.skip("this GPU has no programmatic dependent launch")
     case = make_case(operator, geometry, count, dtype=torch.bfloat16, **spread(64, count))
     tokens = [{name: tensor.roll(shift, dims=0) for name, tensor in case.tokens.items()} for shift in range(20)]

@@ -14,7 +14,7 @@ from replay_transformers.kernels.formats.stored import readable
 from tests.gpu.test_kernels import EVERY_GEOMETRY, LARGE, REAL, spread, with_rows
 from tests.support.generation import returned_cache
 from tests.support.kernels import DEVICE, KERNELS, Result, bits, make_case
-from tests.support.models import FAMILIES, WITHOUT_EXPERTS, prompt
+from tests.support.models import FAMILIES, SQUARE, WITHOUT_EXPERTS, prompt
 from tests.support.operators import Geometry, Operator
 from tests.support.precisions import EVERY_PRECISION, Precise, clone, part_rows, parts_of
 
@@ -141,6 +141,14 @@ def _check_generate(model: Any, settings: dict[str, Any], **calling: Any) -> Non
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generate(family: str, settings: dict[str, Any], implementation: str) -> None:
     _check_generate(FAMILIES[family](), settings, cache_implementation=implementation, disable_compile=True)
+
+
+@pytest.mark.usefixtures("enabled")
+@pytest.mark.no_poison
+@SETTINGS
+@pytest.mark.parametrize("family", SQUARE)
+def test_heads_as_wide_as_their_states(family: str, settings: dict[str, Any]) -> None:
+    _check_generate(SQUARE[family](), settings, cache_implementation="replay_static", disable_compile=True)
 
 
 @pytest.mark.usefixtures("enabled")

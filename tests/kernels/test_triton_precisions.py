@@ -109,6 +109,10 @@ def test_refusals(operator: Operator) -> None:
     precise.readout = readable(readout, torch.float32).double().contiguous()
     with pytest.raises(ValueError, match=r"readout must be .*float64"):
         precise.run(KERNELS[operator.name])
+    turned = not readout.transposed
+    precise.readout = StoredState(readout.format, readout.parts, readout.states, turned, readout.key)
+    with pytest.raises(ValueError, match=f"readout must be a StoredState with transposed={not turned}, got {turned}"):
+        precise.run(KERNELS[operator.name])
 
 
 @OPERATORS_IN_TRITON

@@ -154,6 +154,11 @@ WITHOUT_EXPERTS: dict[str, Callable[[], Any]] = {
     "qwen3_5": build_qwen3_5,
     "nemotron_h": lambda: build_nemotron_h("M*-M"),
 }
+# heads as wide as their states, as the published ones of Qwen3.5 are: what is turned round keeps its shape
+SQUARE: dict[str, Callable[[], Any]] = {
+    "qwen3_5": lambda: build_qwen3_5(linear_key_head_dim=16, linear_value_head_dim=16),
+    "nemotron_h": lambda: build_nemotron_h("M*-M", mamba_head_dim=16),
+}
 ALL_FAMILIES: dict[str, Callable[..., Any]] = {
     **FAMILIES,
     "qwen3_5_moe": build_qwen3_5_moe,

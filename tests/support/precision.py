@@ -71,7 +71,7 @@ def assert_copies_are_fresh(cache: rt.ReplayCache) -> None:
         values, copy = (
             state.read() if isinstance(state, StoredState) else state for state in (layer.checkpoint, layer.readout)
         )
-        is_transposed = isinstance(layer.readout, StoredState) and layer.readout.transposed
+        is_transposed = isinstance(layer.readout, StoredState) and layer.geometry.kind == "gated_delta"
         values = (values.transpose(-1, -2) if is_transposed else values).float()
         expected = form.decode(form.encode(values), values.shape[-1])
         assert torch.equal(copy, expected.transpose(-1, -2) if is_transposed else expected), "the copy is stale"
