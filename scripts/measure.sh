@@ -91,7 +91,7 @@ gpus() {
   local chosen=(--only /dynamic/ --only /replay_static_graphs/)  # inductor's graphs stop at a second GPU
   for count in 2 1; do  # one GPU holds fewer of its layers
     bench_generate "${large[@]}" --gpus "$count" --shape 1x64 --shape 32x64 "${chosen[@]}"
-    bench bench_speculative.py "${large[@]}" --gpus "$count" --backend cudagraphs --tokens 5 --batch 1 --batch 8
+    bench bench_speculative.py "${large[@]}" --gpus "$count" --backend cudagraphs --tokens 5 --batch 1 --batch 4
     bench_generate "${small[@]}" --gpus "$count" --shape 1x64 --shape 256x64 "${chosen[@]}"
     bench bench_speculative.py "${small[@]}" --gpus "$count" --backend cudagraphs --tokens 5 --batch 1 --batch 32
   done

@@ -18,7 +18,7 @@ from typer.testing import Result
 
 pytest.importorskip("triton")
 
-from scripts.benchmarks import generate_cells, speculative_cells, timing
+from scripts.benchmarks import generate_cells, speculative_cells, timing, weights
 from scripts.benchmarks.largest_batch import LargestBatch
 from scripts.benchmarks.presets import Preset, load_presets
 from scripts.benchmarks.several_gpus import byte_count, deal, devices_for, devices_of, layer_map, spread
@@ -41,6 +41,11 @@ BUILT = TINY | {
     "tied": replace(QWEN, settings=QWEN.settings | {"tie_word_embeddings": True}),
     "experts": replace(NEMOTRON, settings=NEMOTRON.settings | EXPERTS | {"hybrid_override_pattern": "MEM*EME"}),
 }
+MANY_EXPERTS = {
+    "hidden_size": 128, "vocab_size": 256, "num_attention_heads": 4, "head_dim": 32, "mamba_num_heads": 8,
+    "mamba_head_dim": 32, "ssm_state_size": 32, "n_routed_experts": 128, "intermediate_size": 64,
+    "moe_intermediate_size": 64, "moe_latent_size": 64, "moe_shared_expert_intermediate_size": 64,
+}  # fmt: skip
 GPUS = ["cuda:0", "cuda:1"]
 LARGE = ["nemotron-3-super-120b-a12b", "qwen3.5-122b-a10b"]
 
@@ -52,6 +57,23 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
 
 def built(preset: Preset, device: str | list[str] = "cpu", dtype: torch.dtype = torch.float32) -> Any:
     return build_model(preset, device, weight_bytes=2**30, dtype=dtype)[0]
+
+
+@pytest.mark.no_poison
+def test_rounding_in_routers_does_not_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many layers with many experts: two caches' logits agree, which they do not without the experts' scale."""
+    preset, settings = PRESETS["nemotron-3-super-120b-a12b"], generate_cells.Settings(short=2, long=4)
+    preset = replace(preset, settings=preset.settings | MANY_EXPERTS)
+    errors = []
+    for scale in (weights.EXPERT_SCALE, 1.0):
+        monkeypatch.setattr(weights, "EXPERT_SCALE", scale)
+        model, layers = build_model(preset, "cpu", weight_bytes=40 * 2**20)
+        assert layers > 30
+        expected = generate_cells.expected_output(model, 2, 16, settings.checked)
+        cell = generate_cells.Cell(preset, "replay", 2, 16)
+        errors.append(generate_cells.measure_cell(model, cell, settings, expected)["logit_error"])
+    assert errors[0] <= settings.tolerance / 2
+    assert errors[1] > settings.tolerance
 
 
 def tensors(model: Any) -> dict[str, torch.Tensor]:

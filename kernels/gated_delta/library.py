@@ -3,11 +3,13 @@
 import torch
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
+from replay_transformers.kernels.launch import on_their_device
 from replay_transformers.kernels.saturate import store
 
 __all__ = ["update"]
 
 
+@on_their_device
 def update(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -3,6 +3,7 @@
 import torch
 from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 
+from replay_transformers.kernels.launch import on_their_device
 from replay_transformers.kernels.saturate import store
 
 __all__ = ["update"]
@@ -10,6 +11,7 @@ __all__ = ["update"]
 CHUNK = 128  # tokens; the released Nemotron models' own setting
 
 
+@on_their_device  # not all of mamba-ssm's launches see to that
 def update(
     x: torch.Tensor,
     dt: torch.Tensor,

@@ -15,7 +15,9 @@ from importlib.util import module_from_spec
 from pathlib import Path
 from typing import Any
 
-MAMBA_SSM = "mamba_ssm"
+from replay_transformers.kernels.launch import on_their_device
+
+MAMBA_SSM, SCAN = "mamba_ssm", "mamba_chunk_scan_combined"
 NEMOTRON = "transformers.models.nemotron_h.modeling_nemotron_h"
 
 
@@ -69,11 +71,15 @@ def provide_mamba_ssm(source: Path) -> None:
     sys.modules[MAMBA_SSM] = module_from_spec(spec)
     for name in ("selective_state_update", "ssd_combined"):
         try:
-            importlib.import_module(f"{MAMBA_SSM}.ops.triton.{name}")
+            module = importlib.import_module(f"{MAMBA_SSM}.ops.triton.{name}")
         except ImportError as error:
             if name == "selective_state_update":
                 del sys.modules[MAMBA_SSM]
                 raise SlowStockError(f"{folder} does not give {MAMBA_SSM}.ops.triton.{name}: {error}") from error
+            continue
+        if hasattr(module, SCAN):
+            # it launches a kernel on the current GPU, wherever the tensors are: wrong results on the second one
+            setattr(module, SCAN, on_their_device(getattr(module, SCAN)))
 
 
 def _implementation(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,6 +15,9 @@ SKIP = 0.1  # Mamba-2's D: with 1, as the class has it, the input drowns the sta
 # A layer adds the output of one of these to the residual stream. Scaled down by the depth, as in GPT-2, they keep
 # rounding errors from growing from layer to layer.
 OUTPUTS = ("out_proj", "o_proj", "down_proj")
+# Random routers nearly like many experts, and rounding decides among them: what experts give is scaled down, or a few
+# layers later two correct implementations have nothing in common. It costs no time.
+EXPERTS, EXPERT_SCALE = ".experts.down_proj", 0.03
 
 
 def build_model(
@@ -71,6 +74,8 @@ def draw_weights(model: Any, seed: int = 0) -> None:
             parameter.fill_(SKIP)
         elif parameter.ndim >= 2:
             scale = depth_scale if any(output in name for output in OUTPUTS) else 1.0
+            if EXPERTS in name:
+                scale *= EXPERT_SCALE
             parameter.normal_(std=scale * parameter.shape[-1] ** -0.5, generator=generator)
     for module in model.modules():
         if hasattr(module, "time_step_limit"):

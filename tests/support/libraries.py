@@ -1,0 +1,79 @@
+"""The libraries that scan prompts on a GPU, in a process of its own: the tests' own one leaves them out."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import multiprocessing
+import os
+from pathlib import Path
+
+import torch
+
+SOURCES = "MAMBA_SSM"  # names the folder mamba_ssm of mamba-ssm's sources, where it is not installed
+PACKAGES = {"gated_delta": "fla", "mamba2": "mamba_ssm"}
+TRIES = 5
+
+
+def is_there(operator: str) -> bool:
+    """Whether its library can be found."""
+    if operator == "mamba2" and os.environ.get(SOURCES):
+        return True
+    try:
+        return importlib.util.find_spec(PACKAGES[operator]) is not None
+    except ValueError:  # left out in this process, but perhaps not in another one
+        return True
+
+
+def scan_errors(operator: str, device: str) -> list[tuple[float, float]] | None:
+    """Of outputs and states after a prompt, in several tries, relative to the reference in float32; None without it.
+
+    The tensors are on ``device``, and the first GPU is the current one.
+    """
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_scan_errors, (operator, device))
+
+
+def _scan_errors(operator: str, device: str) -> list[tuple[float, float]] | None:
+    if operator == "mamba2" and (folder := os.environ.get(SOURCES)):
+        importlib.import_module("scripts.benchmarks.stock").provide_mamba_ssm(Path(folder))
+    if importlib.util.find_spec(PACKAGES[operator]) is None:
+        return None
+    kernels = f"replay_transformers.kernels.{operator}"
+    library, reference = (importlib.import_module(f"{kernels}.{name}") for name in ("library", "reference"))
+    torch.manual_seed(0)
+    errors = []
+    for _ in range(TRIES):
+        operands, state = _operands(operator, torch.device(device))
+        want_state, got_state = state.clone(), state.clone()
+        wide = [operand.float() for operand in operands]
+        want = reference.update(*wide, state=want_state)
+        got = library.update(*operands, state=got_state)
+        assert torch.cuda.current_device() == 0
+        errors.append((_error(got, want), _error(got_state, want_state)))
+    return errors
+
+
+def _operands(operator: str, device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Of 2 rows with 200 tokens, in bfloat16 but for decays, and a state; heads as in the released models."""
+    rows, tokens, heads, groups, states = 2, 200, 8, 2, 128
+    channels = 128 if operator == "gated_delta" else 80
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(rows, tokens, *shape, device=device).bfloat16()
+
+    def uniform(low: float, high: float) -> torch.Tensor:
+        return torch.empty(rows, tokens, heads, device=device).uniform_(low, high)
+
+    if operator == "gated_delta":
+        state = torch.randn(rows, heads, states, channels, device=device)
+        values = normal(groups, states), normal(groups, states), normal(heads, channels)
+        return [*values, uniform(-0.1, 0), uniform(0, 1).bfloat16()], state
+    state = torch.randn(rows, heads, channels, states, device=device)
+    rates = -torch.rand(heads, device=device)
+    inputs = normal(heads, channels), uniform(0.01, 0.1), normal(groups, states), normal(groups, states)
+    return [*inputs, rates, torch.rand(heads, device=device)], state
+
+
+def _error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.float() - want).norm() / want.norm())
