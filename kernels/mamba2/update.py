@@ -29,17 +29,20 @@ def _update(
     p, n = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
     # without masks where blocks fit
     p_ok, n_ok = inside(first + p, WIDTH, BLOCK_P), (n < STATES) | (STATES == BLOCK_N)
-    block = state + (row_head * WIDTH + first) * STATES + (p[:, None] * STATES + n[None, :])
+    block = state + row_head * (WIDTH * STATES) + ((first + p)[:, None] * STATES + n[None, :])
     block_ok = p_ok[:, None] & n_ok[None, :]
-    s = tl.load(block, mask=block_ok, other=0.0).to(tl.float32)
+    # in this order the compiler has all loads under way before it waits for the first one
+    step = tl.load(dt + row * dt_row + head * dt_head)
+    decay = tl.exp(tl.load(A + head).to(tl.float32) * step)
+    skip = 0.0
+    if HAS_D:
+        skip = tl.load(D + head).to(tl.float32)
     value = tl.load(x + row * x_row + head * x_head + (first + p) * x_channel, mask=p_ok, other=0.0).to(tl.float32)
     key = tl.load(B + row * b_row + group * b_group + n * b_state, mask=n_ok, other=0.0).to(tl.float32)
     query = tl.load(C + row * c_row + group * c_group + n * c_state, mask=n_ok, other=0.0).to(tl.float32)
-    step = tl.load(dt + row * dt_row + head * dt_head)
-    s = s * tl.exp(tl.load(A + head).to(tl.float32) * step) + (value * step)[:, None] * key[None, :]
-    result = tl.sum(s * query[None, :], 1)
-    if HAS_D:
-        result += value * tl.load(D + head).to(tl.float32)
+    s = tl.load(block, mask=block_ok, other=0.0).to(tl.float32)
+    s = s * decay + (value * step)[:, None] * key[None, :]
+    result = tl.sum(s * query[None, :], 1) + value * skip
     tl.store(block, saturated(s, state.dtype.element_ty), mask=block_ok)
     tl.store(y + row_head * WIDTH + first + p, result.to(y.dtype.element_ty), mask=p_ok)
 
