@@ -17,7 +17,7 @@ PRECISION_SUMMARY = (
 LARGEST_SUMMARY = ("model", "configuration", "prompt", "largest batch", "tokens/s", "ms per step", "peak GiB")
 GENERATE_SUMMARY = (
     "model", "batch", "prompt", "dynamic, ms", "static + compile", "replay", "replay_static",
-    "its graphs without inductor", "writing every step", "over the faster stock",
+    "its graphs without inductor", "eager update", "writing every step", "over the faster stock",
 )  # fmt: skip
 GENERATE_ORDER = (
     "dynamic", "static", "replay", "replay_static", "replay_static_graphs", "replay_static_eager",
