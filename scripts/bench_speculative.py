@@ -78,6 +78,7 @@ def main(
     window: Annotated[int, typer.Option(help="Of the replay caches.", min=1)] = Settings.window,
     checkpoint: Annotated[str, typer.Option(help="Precision of the caches' state.")] = Settings.checkpoint,
     tolerance: Annotated[float, typer.Option(help="Largest error of logits.")] = Settings.tolerance,
+    profile: Annotated[bool, typer.Option(help="Record the time of a round by kernel as well.")] = False,
     device: Annotated[str, typer.Option(help="cuda; cpu only to try the script with a tiny preset.")] = "cuda",
     dtype: Annotated[str | None, typer.Option(help="By default bfloat16, with --real float32.")] = None,
 ) -> None:
@@ -95,7 +96,13 @@ def main(
         shown = real_table(real(results.cells))
     else:
         settings = Settings(
-            prompt=prompt, new_tokens=new_tokens, warm=warm, tolerance=tolerance, window=window, checkpoint=checkpoint
+            prompt=prompt,
+            new_tokens=new_tokens,
+            warm=warm,
+            tolerance=tolerance,
+            window=window,
+            checkpoint=checkpoint,
+            profiled=profile,
         )
         places = chosen_presets(preset or DEFAULT_PRESETS), batch or list(BATCHES), tokens or list(FORWARDS)
         planned = all_cells(*places, accepted, compiled, only, gpus, chance)

@@ -70,7 +70,7 @@ largest() {
 }
 
 speculation() {
-  bench bench_speculative.py "${small[@]}" --backend cudagraphs --tokens 5 --batch 1 --batch 32 --batch 256
+  bench bench_speculative.py "${small[@]}" --backend cudagraphs --tokens 5 --batch 1 --batch 32 --batch 256 --profile
   # without drafts inductor may be the faster one
   bench bench_speculative.py "${small[@]}" --tokens 5 --batch 1 --batch 32 --batch 256 --only /generate/
   bench bench_speculative.py "${small[@]}" --backend cudagraphs --tokens 5 --batch 32 --chance 0.8 --only /replay/

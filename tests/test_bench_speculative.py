@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 from replay_transformers.cli.speculation import PLAIN, DraftRun
 from scripts.benchmarks import real_drafts, speculative_cells
 from scripts.benchmarks.presets import load_presets
+from scripts.benchmarks.profiles import KernelTimes
 from scripts.benchmarks.real_drafts import measure_real, real_cells
 from scripts.benchmarks.speculative_cells import Cell, Settings, all_cells, default_accepted
 from scripts.benchmarks.speculative_loop import KnownText, SnapshotRows, copy_all
@@ -74,6 +75,25 @@ def test_any_number_of_drafts_is_accepted(tokens: int, accepted: int) -> None:
         assert record["status"] == "measured"
         is_whole = accepted == tokens - 1
         assert record["forwards_per_round"] == (2 if method == "snapshots" and not is_whole else 1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="names operators of the CPU")
+@pytest.mark.parametrize("name", TINY)
+def test_profiles_are_of_the_rounds_that_count(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    start = KernelTimes.start
+
+    def counting(self: KernelTimes) -> None:
+        started.append(self)
+        start(self)
+
+    monkeypatch.setattr(KernelTimes, "start", counting)
+    profiled = replace(SETTINGS, profiled=True)
+    record = measured(tiny(name), Cell(PRESETS[name], "replay", 2, 4, 2, "none"), profiled)
+    assert len(started) == 1
+    times = record["profile_ms"]
+    assert times["aten::mm"] > 0
+    assert sum(times.values()) < 3 * record["round_ms"]["p80"]  # the profiler's own time is in them
 
 
 @pytest.mark.parametrize("chance", [0.0, 0.6, 1.0])

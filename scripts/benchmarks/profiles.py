@@ -10,20 +10,42 @@ from torch.profiler import ProfilerActivity, profile
 NAME_LENGTH = 80
 
 
+class KernelTimes:
+    """Watches which kernels run; on a machine without a GPU which operators do."""
+
+    def __init__(self) -> None:
+        self.on_gpu = torch.cuda.is_available()
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_gpu else [])]
+        self.profiler = profile(activities=activities)
+
+    def start(self) -> None:
+        """What was launched before is not counted."""
+        self._wait()
+        self.profiler.start()
+
+    def stop(self) -> Counter[str]:
+        """Milliseconds by kernel since the start; by operator, on the CPU, without a GPU."""
+        self._wait()
+        self.profiler.stop()
+        wanted = DeviceType.CUDA if self.on_gpu else DeviceType.CPU
+        times: Counter[str] = Counter()
+        for event in self.profiler.events() or ():
+            if event.device_type == wanted:
+                times[event.name] += (event.device_time if self.on_gpu else event.self_cpu_time_total) / 1e3
+        return times
+
+    def _wait(self) -> None:
+        if self.on_gpu:
+            for index in range(torch.cuda.device_count()):
+                torch.cuda.synchronize(index)
+
+
 def kernel_times(call: Callable[[], object]) -> Counter[str]:
     """Milliseconds by kernel of one call; on a machine without a GPU by operator, on the CPU."""
-    on_gpu = torch.cuda.is_available()
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    with profile(activities=activities) as profiler:
-        call()
-        if on_gpu:
-            torch.cuda.synchronize()
-    wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
-    times: Counter[str] = Counter()
-    for event in profiler.events():
-        if event.device_type == wanted:
-            times[event.name] += (event.device_time if on_gpu else event.self_cpu_time_total) / 1e3
-    return times
+    watch = KernelTimes()
+    watch.start()
+    call()
+    return watch.stop()
 
 
 def step_profile(generate: Callable[[int], object], short: int, long: int, most: int = 16) -> dict[str, float]:
@@ -35,10 +57,15 @@ def step_profile(generate: Callable[[int], object], short: int, long: int, most:
     """
     times = kernel_times(lambda: generate(long))
     times.subtract(kernel_times(lambda: generate(short)))
+    return heaviest(times, long - short, most)
+
+
+def heaviest(times: Counter[str], steps: int, most: int = 16) -> dict[str, float]:
+    """Milliseconds of one of so many steps by kernel, the largest first, and of all others together."""
     shortened: Counter[str] = Counter()
     for name, ms in times.items():
         shortened[name[:NAME_LENGTH]] += ms
-    per_step = sorted(((ms / (long - short), name) for name, ms in shortened.items() if ms > 0), reverse=True)
+    per_step = sorted(((ms / steps, name) for name, ms in shortened.items() if ms > 0), reverse=True)
     named = {name: round(ms, 4) for ms, name in per_step[:most]}
     return {**named, "all others": round(sum(ms for ms, _ in per_step[most:]), 4)}
 

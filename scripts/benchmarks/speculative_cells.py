@@ -4,7 +4,7 @@ import fnmatch
 import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from replay_transformers.patches.row_models import ReplayRows
 from .generate_cells import checked_rows, is_out_of_memory, logit_error, on_several, prompt_ids
 from .generate_steps import run_generate
 from .presets import Preset
+from .profiles import KernelTimes, heaviest
 from .several_gpus import devices_of, is_spread, prepare
 from .speculative_chance import ChanceDrafter, ChanceLoop, ChanceText
 from .speculative_loop import KnownDrafter, KnownLoop, KnownText, RoundRecorder, SnapshotRows
@@ -37,6 +38,7 @@ COMPILING: dict[str, dict[str, Any]] = {
     "none": {"disable_compile": True},
 }
 BACKENDS = tuple(COMPILING)
+PROFILED_WINDOWS = 4
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class Settings:
         tolerance: largest error of the logits, relative to their spread (see `generate_cells.Settings`).
         window: of the replay caches.
         checkpoint: precision of their state.
+        profiled: record the time of a round by kernel as well.
     """
 
     prompt: int = 64
@@ -89,6 +92,7 @@ class Settings:
     tolerance: float = 0.5
     window: int = 16
     checkpoint: str = "float32"
+    profiled: bool = False
 
 
 def default_accepted(tokens: int) -> int:
@@ -162,36 +166,68 @@ def known_ids(model: Any, batch: int, length: int, prompt: int) -> torch.Tensor:
     return torch.cat([prompt_ids(model, batch, prompt), rows.to(model.device)], dim=1)
 
 
+@dataclass
+class KnownRun:
+    """A loop over known tokens, ready to run.
+
+    Args:
+        rounds: that it makes; the last ``timed`` ones count. warmed: called as they begin.
+    """
+
+    model: Any
+    cell: Cell
+    settings: Settings
+    warmed: Callable[[], None] | None = None
+
+    def __post_init__(self) -> None:
+        model, cell, settings = self.model, self.cell, self.settings
+        added, drafts = cell.accepted + 1, cell.tokens - 1
+        self.timed = -(-settings.new_tokens // added)
+        self.rounds = max(settings.warm, -(-settings.checked // added)) + self.timed
+        self.last = settings.prompt + 1 + self.rounds * added
+        self.ids = known_ids(model, cell.batch, self.last + 2 * cell.tokens, settings.prompt)  # and a round in vain
+        text = KnownText(self.ids, settings.prompt, cell.accepted, model.config.vocab_size)
+        self.rows, self.forwards = Rows(self.ids[:, : settings.prompt], None, 0), [0]
+        self.target = _target(model, cell, settings, self.last, self.forwards)
+        self.recorder = RoundRecorder(devices_of(model), 1 + self.rounds - self.timed, self.warmed)
+        common = _loop_arguments(model, cell, settings, self.last, self.recorder)
+        self.loop = KnownLoop(self.target, KnownDrafter(text, drafts), text=text, **common)
+
+    def run(self) -> int:
+        """All rounds; how many were made in vain at the end."""
+        self.loop.run(self.rows)
+        return int(self.loop.goes_ahead(self.rows))
+
+
 def _measure_loop(model: Any, cell: Cell, settings: Settings, expected: torch.Tensor) -> dict[str, Any]:
-    added, drafts = cell.accepted + 1, cell.tokens - 1
-    rounds = max(settings.warm, -(-settings.checked // added)) + -(-settings.new_tokens // added)
-    last = settings.prompt + 1 + rounds * added
-    ids = known_ids(model, cell.batch, last + 2 * cell.tokens, settings.prompt)  # and a round in vain
-    text = KnownText(ids, settings.prompt, cell.accepted, model.config.vocab_size)
-    rows, forwards = Rows(ids[:, : settings.prompt], None, 0), [0]
-    target = _target(model, cell, settings, last, forwards)
-    timed = -(-settings.new_tokens // added)
-    recorder = RoundRecorder(devices_of(model), warm=1 + rounds - timed)
-    common = _loop_arguments(model, cell, settings, last, recorder)
-    loop = KnownLoop(target, KnownDrafter(text, drafts), text=text, **common)
-    loop.run(rows)
-    in_vain = int(loop.goes_ahead(rows))
-    times = recorder.rounds()[:rounds]
+    known = KnownRun(model, cell, settings)
+    in_vain, target, rounds, forwards = known.run(), known.target, known.rounds, known.forwards
+    times = known.recorder.rounds()[:rounds]
     held = sum(target.cache.memory_footprint().values())
     copies = target.snapshot_bytes if isinstance(target, SnapshotRows) else 0
-    record = _times(times[-timed:], cell, model) | {
-        "warm_up_s": round(sum(times[:-timed]) / 1e3, 3),
+    record = _times(times[-known.timed :], cell, model) | {
+        "warm_up_s": round(sum(times[: -known.timed]) / 1e3, 3),
         "forwards_per_round": forwards[0] / (rounds + in_vain),
         "cache_gib": round(held / 2**30, 4),
         "snapshot_gib": round(copies / 2**30, 4),
-        "logit_error": round(logit_error(torch.cat(loop.kept)[: settings.checked], expected), 4),
+        "logit_error": round(logit_error(torch.cat(known.loop.kept)[: settings.checked], expected), 4),
     }
     each = 2 if isinstance(target, SnapshotRows) and target.kept < cell.tokens else 1
     if len(times) != rounds or forwards[0] != each * (rounds + in_vain):
         record["status"] = f"wrong: {len(times)} rounds with {forwards[0]} forwards, expected {rounds} of {each}"
-    elif not torch.equal(rows.finished(), ids[:, :last]):
+    elif not torch.equal(known.rows.finished(), known.ids[:, : known.last]):
         record["status"] = "wrong: other tokens than the known ones"
+    elif settings.profiled:
+        record["profile_ms"] = _profile(model, cell, settings)
     return _checked(record, settings)
+
+
+def _profile(model: Any, cell: Cell, settings: Settings) -> dict[str, float]:
+    """Milliseconds of a round by kernel, over some windows, in a run of its own."""
+    watch = KernelTimes()
+    known = KnownRun(model, cell, replace(settings, new_tokens=PROFILED_WINDOWS * settings.window), watch.start)
+    in_vain = known.run()
+    return heaviest(watch.stop(), known.timed + in_vain)
 
 
 def _measure_chance(model: Any, cell: Cell, settings: Settings, expected: torch.Tensor) -> dict[str, Any]:

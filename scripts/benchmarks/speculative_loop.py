@@ -94,17 +94,21 @@ class RoundRecorder(StepRecorder):
 
     Args:
         devices: where the model is, that of its outputs first.
-        warm: marks after which peak memory counts. rows, forced: as in `StepRecorder`.
+        warm: marks after which peak memory counts. warmed: called then. rows, forced: as in `StepRecorder`.
     """
 
-    def __init__(self, devices: list[torch.device], warm: int, **others: Any) -> None:
+    def __init__(
+        self, devices: list[torch.device], warm: int, warmed: Callable[[], None] | None = None, **others: Any
+    ) -> None:
         super().__init__(devices[0], **others)
-        self.devices, self.warm = devices, warm
+        self.devices, self.warm, self.warmed = devices, warm, warmed
 
     def mark(self) -> None:
         """Take the time, on the GPU's own clock if there is one."""
         if len(self.marks) == self.warm:
             reset_peaks(self.devices)
+            if self.warmed is not None:
+                self.warmed()
         super().mark()
 
     def clock(self) -> float:
