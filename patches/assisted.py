@@ -13,6 +13,7 @@ import torch
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
 from replay_transformers.cache import ReplayCache
+from replay_transformers.geometry import text_config
 from replay_transformers.patches.batched import generate_in_rows, refusal
 from replay_transformers.patches.drafts import (
     DFLASH,
@@ -57,17 +58,27 @@ def _validate_mode(original: Callable[..., Any], settings: GenerateSettings, fam
 
     @functools.wraps(original)
     def validate(self: Any, generation_mode: Any, generation_config: Any, mode_kwargs: Any, *args: Any) -> Any:
-        assistant = mode_kwargs.get("assistant_model")
-        if isinstance(self, families) and generation_mode == ASSISTED:
-            check_drafter(self, generation_config)
+        assistant, is_ours = mode_kwargs.get("assistant_model"), isinstance(self, families)
         repeats = generation_config.num_return_sequences
-        if isinstance(self, families) and generation_mode == ASSISTED:
+        if is_ours and generation_mode == ASSISTED:
+            check_drafter(self, generation_config)
             generation_config.num_return_sequences = 1  # more are a batch, which transformers' own loop cannot take
         try:
             result = original(self, generation_mode, generation_config, mode_kwargs, *args)
+        except ValueError as error:
+            if not is_ours or assistant is None:
+                raise
+            sizes = [text_config(config).vocab_size for config in (self.config, assistant.config)]
+            if sizes[0] == sizes[1] or {"tokenizer", "assistant_tokenizer"} <= mode_kwargs.keys():
+                raise
+            raise ValueError(
+                f"the model has {sizes[0]} tokens and the assistant {sizes[1]}: pass both tokenizer= and "
+                "assistant_tokenizer= to let it draft for one prompt at a time; for a batch take an assistant with the "
+                "model's tokenizer"
+            ) from error
         finally:
             generation_config.num_return_sequences = repeats
-        if isinstance(self, families) or isinstance(assistant, families):
+        if is_ours or isinstance(assistant, families):
             call = settings.call()
             call.drafts = drafted_tokens(self, generation_config, assistant, call.asked)
         return result

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import gc
+import logging
 import sys
 import threading
 from collections.abc import Callable, Hashable
@@ -32,6 +33,8 @@ __all__ = [
 
 GROWING_NAME, STATIC_NAME = "replay", "replay_static"
 CACHE_NAMES = (GROWING_NAME, STATIC_NAME)
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -143,6 +146,11 @@ def wrap_prepare_cache(original: Callable[..., Any], settings: GenerateSettings)
         if name is None and is_default and users_cache is None and _is_supported(self):
             name = GROWING_NAME
         if name not in CACHE_NAMES or users_cache is not None or generation_config.use_cache is False:
+            if name is None and users_cache is None and generation_config.cache_config and _is_supported(self):
+                logger.warning(
+                    "cache_config=%s is not used without a cache_implementation: pass cache_implementation=%r or %r",
+                    generation_config.cache_config, *CACHE_NAMES,
+                )  # fmt: skip
             return original(self, generation_config, model_kwargs, *rest, **kwargs)
 
         if generation_config.max_cache_len is not None:

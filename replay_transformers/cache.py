@@ -58,7 +58,8 @@ class ReplayCache(RowsOfCache, Cache):
         if replay_config is None:
             replay_config = ReplayConfig()
         if not isinstance(replay_config, ReplayConfig):
-            raise ValueError(f"replay_config must be a ReplayConfig or None, got {type(replay_config).__name__}")
+            hint = ": write ReplayConfig(**settings)" if isinstance(replay_config, dict) else ""
+            raise ValueError(f"replay_config must be a ReplayConfig or None, got {type(replay_config).__name__}{hint}")
         if max_cache_len is not None and (
             isinstance(max_cache_len, bool) or not isinstance(max_cache_len, int) or max_cache_len < 1
         ):
@@ -121,7 +122,8 @@ class ReplayCache(RowsOfCache, Cache):
         """
         self._require_between_forwards("begin a forward")
         if rows < 1 or tokens < 1:
-            raise ValueError(f"a forward needs at least one row and one new token, got {rows} rows of {tokens} tokens")
+            hint = "" if self.cursor.fresh else "; what the cache holds already is not new, and reset() forgets it"
+            raise ValueError(f"a forward needs at least one row and one new token, got {rows} rows of {tokens}{hint}")
         if not self.cursor.fresh and rows != self.batch_size:
             raise ValueError(self.cursor.mismatch(f"{rows} rows"))
         if self.max_cache_len is None:

@@ -147,7 +147,7 @@ class Run:
         missing = [batch for batch in batches if not done.issuperset(batch.indices)]
         count = self.state.num_processes
         self.say(
-            f"{len(prompts)} prompts in {len(batches)} batches, {len(missing)} of them to do; {count} "
+            f"{len(prompts)} prompts, batches to do: {len(missing)} of {len(batches)}; {count} "
             f"process{'es' if count > 1 else ''} on {self.kind}. If this breaks off, run it again"
         )
         self.generate(Engine(loaded, self.settings, prompts), missing, done)

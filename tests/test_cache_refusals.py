@@ -37,7 +37,8 @@ def assert_refused_unchanged(model: Any, cache: rt.ReplayCache, tokens: torch.Te
 
 @pytest.mark.parametrize("value", [{"window": 3}, "float32", 16], ids=repr)
 def test_settings_of_another_type(value: Any) -> None:
-    with pytest.raises(ValueError, match=f"must be a ReplayConfig or None, got {type(value).__name__}"):
+    hint = r": write ReplayConfig\(\*\*settings\)" if isinstance(value, dict) else ""
+    with pytest.raises(ValueError, match=f"must be a ReplayConfig or None, got {type(value).__name__}{hint}$"):
         rt.ReplayCache(model_for("nemotron_h").config, value)
 
 

@@ -146,10 +146,10 @@ def test_only_batches_that_are_not_complete_are_generated_again(place: Place, ex
         "".join(line.replace('"finish"', '"mark": 1, "finish"') + "\n" for line in whole) + '{"index": 5, "pr'
     )
     outcome = place.run(kill=Kill(replacements=0))
-    assert "4 batches, 3 of them to do" in outcome.text
+    assert "batches to do: 3 of 4" in outcome.text
     indices = [json.loads(line)["index"] for line in part.read_text().splitlines()]
     assert sorted(indices) == GOOD, "no line twice"
-    assert "0 of them to do" in place.run().text
+    assert "batches to do: 0 of 4" in place.run().text
     lines = place.output.read_text().splitlines()
     marked = [json.loads(line)["index"] for line in lines if '"mark"' in line]
     assert marked == sorted(json.loads(line)["index"] for line in whole)

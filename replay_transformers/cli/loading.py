@@ -9,6 +9,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from replay_transformers.geometry import layer_geometries
+from replay_transformers.samples import SAMPLE_MODELS
 
 __all__ = ["DTYPES", "CommandError", "Loaded", "first_line", "load", "looks_local"]
 
@@ -63,7 +64,8 @@ def load(source: str | Path, dtype: str, device: str | None) -> Loaded:
         tokenizer = AutoTokenizer.from_pretrained(source)
         model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype])
     except (OSError, ValueError, KeyError, ImportError, NotImplementedError, RuntimeError, SafetensorError) as error:
-        raise CommandError(f"cannot load {str(source)!r}: {first_line(error)}") from error
+        hint = "" if "/" in str(source) or folder.is_dir() else f" (sample models: {', '.join(SAMPLE_MODELS)})"
+        raise CommandError(f"cannot load {str(source)!r}{hint}: {first_line(error)}") from error
     if len(tokenizer) == 0:
         raise CommandError(f"there is no tokenizer in {str(source)!r}")
     return Loaded(folder.resolve().name if folder.is_dir() else str(source), model.to(place).eval(), tokenizer)

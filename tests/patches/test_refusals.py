@@ -159,10 +159,21 @@ def test_forwards_without_tokens_and_changes_to_no_rows() -> None:
     model = build_qwen3_5()
     cache = rt.ReplayCache(model.config)
     cached_forward(model, cache, prompt(1, 5)["input_ids"])
-    with pytest.raises(ValueError, match="at least one row and one new token"):
+    with pytest.raises(ValueError, match=r"one new token, got 1 rows of 0; .*reset\(\) forgets it"):
         cached_forward(model, cache, torch.zeros(1, 0, dtype=torch.long))
     with pytest.raises(ValueError, match="select no rows"):
         cache.batch_select_indices(torch.tensor([], dtype=torch.long))
     with pytest.raises(ValueError, match="1 or more times, got 0"):
         cache.batch_repeat_interleave(0)
     assert (cache.batch_size, cache.get_seq_length()) == (1, 5)
+
+
+@pytest.mark.usefixtures("enabled")
+def test_settings_that_no_cache_takes_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Without the name of a replay cache; with it, or without settings, nothing is said."""
+    model, inputs = build_qwen3_5(), prompt(1, 4)
+    for arguments in ({}, {"cache_implementation": "replay", "cache_config": {"window": 8}}):
+        model.generate(**inputs, max_new_tokens=2, do_sample=False, **arguments)
+    assert "cache_config" not in caplog.text
+    model.generate(**inputs, max_new_tokens=2, do_sample=False, cache_config={"window": 8})
+    assert "cache_config={'window': 8} is not used without a cache_implementation: pass" in caplog.text
