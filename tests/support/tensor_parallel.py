@@ -14,11 +14,13 @@ from transformers import AutoModelForCausalLM
 
 import replay_transformers as rt
 from replay_transformers.patches.versions import generate_cache_name
+from tests.support import mtp
 from tests.support.models import FAMILIES, greedy_without_cache, prompt
 from tests.support.speculation import perturbed
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 16
+HEAD = "replay/mtp"
 SPLIT = {"num_attention_heads": 4, "num_key_value_heads": 2}  # by two
 LOOKUP: dict[str, Any] = {"prompt_lookup_num_tokens": 3}
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.3, "top_k": 30}
@@ -56,6 +58,13 @@ def tokens_of(model: Any, assistant: Any, inputs: dict[str, torch.Tensor], seed:
     return outputs
 
 
+def with_head(model: Any, **more: Any) -> torch.Tensor:
+    """What a sample model continues its text with, with drafts of its own head if told so."""
+    given = {name: tensor.to(model.device) for name, tensor in mtp.inputs("qwen3_5", 2).items()}
+    common = {"max_new_tokens": STEPS, "do_sample": False, "cache_implementation": "replay"}
+    return model.generate(**given, **common, cache_config={"draft_length": "fixed"}, **more).cpu()
+
+
 def held_by(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, int]:
     """Bytes of a cache by kind after a few tokens."""
     cache = rt.ReplayCache(model.config)
@@ -73,6 +82,11 @@ def main(model_path: str, assistant_path: str, output: str) -> None:
         rank, inputs = dist.get_rank(), prompt(3, 9, [0, 4, 2])
         outputs = tokens_of(model, assistant, {n: tensor.to(model.device) for n, tensor in inputs.items()}, seed=rank)
         cache = held_by(model, {name: tensor.to(model.device) for name, tensor in inputs.items()})
+        if mtp.HAS_MTP:
+            sample = AutoModelForCausalLM.from_pretrained(
+                rt.sample_model("qwen3_5"), tp_plan="auto", dtype=torch.float32
+            )
+            outputs[HEAD] = with_head(sample, use_mtp=True)
     weights = {name: weight for name, weight in model.named_parameters() if "q_proj" in name or "experts" in name}
     own = {name: getattr(weight, "to_local", lambda weight=weight: weight)() for name, weight in weights.items()}
     counts = {name: weight.numel() for name, weight in own.items()}
@@ -112,9 +126,13 @@ def check_two_processes(family: str, folder: Path, on_gpus: bool) -> None:
         assert ranks["cache"] | {"attention": 0} == alone | {"attention": 0}, "states are whole in every process"
         assert parts * ranks["cache"]["attention"] == alone["attention"] > 0
     truth = greedy_without_cache(model, inputs["input_ids"], inputs["attention_mask"], STEPS)
+    assert (HEAD in first["outputs"]) == mtp.HAS_MTP
     for name, tokens in first["outputs"].items():
         assert torch.equal(tokens, second["outputs"][name]), f"{name}: the processes parted"
-        if "sampled" not in name:
+        if name == HEAD:
+            with rt.enable():
+                assert torch.equal(tokens, with_head(mtp.sample_qwen3_5())), name
+        elif "sampled" not in name:
             assert torch.equal(tokens, truth), name
     sampled = [tokens for name, tokens in first["outputs"].items() if "sampled" in name]
     assert not any(torch.equal(tokens, truth) for tokens in sampled)
