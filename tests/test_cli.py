@@ -194,6 +194,18 @@ def test_different_tokens_fail_in_float32(monkeypatch: pytest.MonkeyPatch, folde
     assert (record["tokens_equal"], record["first_difference"]) == (False, 1)
 
 
+def test_a_narrow_state_may_give_other_tokens(monkeypatch: pytest.MonkeyPatch, folders: dict[str, Path]) -> None:
+    command = ("generate", folders["qwen3_5"], "--prompt", PROMPT, "--max-new-tokens", "6", "--readout", "fp8")
+    (record,) = records(*command)
+    assert record["precision"] == {"readout": "fp8"}
+    steps = record["bytes_per_decode_step"]
+    assert 0 < steps["replay_plain"]["reads"]["state"] < steps["stock"]["reads"]["state"] / 2
+    lie(monkeypatch)
+    text = " ".join(run(*command).output.split())
+    assert "window 16, readout fp8" in text
+    assert "With a state of another precision they may part" in text
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_different_tokens_are_explained_in_half_precision(
     dtype: str, monkeypatch: pytest.MonkeyPatch, folders: dict[str, Path]
@@ -224,6 +236,7 @@ def unsupported(tmp_path: Path) -> Path:
         ("empty", (), "cannot load"),
         ("qwen3_5", ("--device", "nonsense"), "cannot use device 'nonsense'"),
         ("qwen3_5", ("--prompt", ""), "the prompt is empty"),
+        ("qwen3_5", ("--readout", "int3"), "readout must be None or one of"),
     ],
 )
 def test_errors_are_one_line(

@@ -12,9 +12,10 @@ import typer
 import replay_transformers as rt
 from replay_transformers.cli.check import Question, check_model
 from replay_transformers.cli.compare import Settings
-from replay_transformers.cli.loading import Loaded, load, looks_local
+from replay_transformers.cli.loading import Loaded, load, looks_local, replay_config
 from replay_transformers.cli.screen import Screen
 from replay_transformers.cli.speculation import SpeculationSettings
+from replay_transformers.config import ReplayConfig
 from replay_transformers.samples import SAMPLE_MODELS, sample_model
 
 __all__ = ["app", "main"]
@@ -64,6 +65,9 @@ class DtypeName(str, Enum):
 
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate.")]
 Window = Annotated[int, typer.Option(min=1, help="Decode steps between two writes of the state.")]
+Checkpoint = Annotated[str, typer.Option(help="Precision of the state.")]
+Readout = Annotated[str | None, typer.Option(help="Precision of a separate copy that steps read.")]
+DecaySkip = Annotated[float, typer.Option(help="Heads that scale their state by less do not read it.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Do not stream the text.")]
 OnlyJson = Annotated[bool, typer.Option("--json", help="Print nothing but the results, as JSON.")]
 
@@ -159,18 +163,24 @@ def generate(
     dtype: Annotated[DtypeName, typer.Option(help="Dtype of the weights.")] = DtypeName.float32,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; by default a GPU if there is one.")] = None,
     cache: Annotated[CacheName, typer.Option(help="Growing or fixed shapes.")] = CacheName.replay,
+    checkpoint: Checkpoint = ReplayConfig.checkpoint,
+    readout: Readout = ReplayConfig.readout,
+    decay_skip: DecaySkip = ReplayConfig.decay_skip,
     compare: Annotated[bool, typer.Option(help="Run the stock cache as well.")] = True,
     quiet: Quiet = False,
     only_json: OnlyJson = False,
 ) -> None:
     """Continue a prompt with the stock cache and a replay cache on any supported model; compare tokens, bytes and time.
 
-    Exits with 1 if the tokens differ in float32, and with 2 if the model cannot be used.
+    Exits with 1 if the tokens differ in float32 (of the state as well), and with 2 if the model cannot be used.
     """
-    settings = Settings(max_new_tokens=max_new_tokens, window=window, cache=cache.value, stock=compare)
+    asked = {"checkpoint": checkpoint, "readout": readout, "decay_skip": decay_skip}
+    precision = {name: value for name, value in asked.items() if value != getattr(ReplayConfig, name)}
+    settings = Settings(max_new_tokens, window, cache=cache.value, stock=compare, precision=precision)
     screen = Screen(quiet=quiet, only_json=only_json)
     source = sample_model(model) if model in SAMPLE_MODELS and not looks_local(model) else model
     with screen.errors():
+        replay_config({"window": window, **precision})
         with screen.loading(source):
             loaded = load(source, dtype.value, device)
         screen.compare(loaded, prompt, settings)
@@ -180,14 +190,14 @@ def generate(
 @app.command()
 def check(
     model: Annotated[str, typer.Argument(help="A folder, a sample model's name, or a name on the Hugging Face hub.")],
-    checkpoint: Annotated[str, typer.Option(help="Precision of the state.")] = "float32",
-    readout: Annotated[str | None, typer.Option(help="Precision of a separate copy that steps read.")] = None,
+    checkpoint: Checkpoint = ReplayConfig.checkpoint,
+    readout: Readout = ReplayConfig.readout,
     window: Window = 16,
     max_draft: Annotated[
         int,
         typer.Option(min=0, help="Last tokens that can be rejected: with a drafter, what it proposes at most."),
     ] = 0,
-    decay_skip: Annotated[float, typer.Option(help="Heads that scale their state by less do not read it.")] = 0.0,
+    decay_skip: DecaySkip = ReplayConfig.decay_skip,
     length: Annotated[int, typer.Option(min=1, help="Tokens per sequence that attention holds.")] = 2048,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt among them, fed in one forward.")] = 512,
     dtype: Annotated[DtypeName | None, typer.Option(help="Of weights and activations; by default the model's.")] = None,

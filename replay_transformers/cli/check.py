@@ -20,7 +20,7 @@ from replay_transformers.cli.check_memory import (
     weight_bytes,
 )
 from replay_transformers.cli.check_places import Places, largest_batch, place_model
-from replay_transformers.cli.loading import DTYPES, CommandError, first_line, looks_local
+from replay_transformers.cli.loading import DTYPES, CommandError, first_line, looks_local, replay_config
 from replay_transformers.config import MOST_RECORDS
 from replay_transformers.cursor import WRITE_THROUGH_BYTES
 from replay_transformers.geometry import LayerGeometry, text_config
@@ -100,10 +100,7 @@ def check_model(question: Question) -> Check:
     """
     if question.prompt > question.length:
         raise CommandError(f"a prompt of {question.prompt} tokens does not fit into --length {question.length}")
-    try:
-        config = rt.ReplayConfig(**question.settings)
-    except (ValueError, NotImplementedError) as error:
-        raise CommandError(str(error)) from error
+    config = replay_config(question.settings)
     model = _meta_model(question)
     dtype = model.dtype
     found = Check(question, type(model).__name__, dtype, weight_bytes(model), list(_version_findings()))

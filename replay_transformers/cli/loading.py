@@ -8,10 +8,11 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from replay_transformers.config import ReplayConfig
 from replay_transformers.geometry import layer_geometries
 from replay_transformers.samples import SAMPLE_MODELS
 
-__all__ = ["DTYPES", "CommandError", "Loaded", "first_line", "load", "looks_local"]
+__all__ = ["DTYPES", "CommandError", "Loaded", "first_line", "load", "looks_local", "replay_config"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -69,6 +70,14 @@ def load(source: str | Path, dtype: str, device: str | None) -> Loaded:
     if len(tokenizer) == 0:
         raise CommandError(f"there is no tokenizer in {str(source)!r}")
     return Loaded(folder.resolve().name if folder.is_dir() else str(source), model.to(place).eval(), tokenizer)
+
+
+def replay_config(settings: dict[str, Any]) -> ReplayConfig:
+    """The settings of a cache; raises CommandError where they are out of range."""
+    try:
+        return ReplayConfig(**settings)
+    except (ValueError, NotImplementedError) as error:
+        raise CommandError(str(error)) from error
 
 
 def looks_local(source: str | Path) -> bool:

@@ -72,7 +72,8 @@ def _time(run: Run | None) -> str:
 
 def _title(comparison: Comparison) -> str:
     loaded, settings = comparison.loaded, comparison.settings
-    return f"{loaded.name}, {loaded.dtype} on {loaded.model.device.type}, {settings.cache}, window {settings.window}"
+    title = f"{loaded.name}, {loaded.dtype} on {loaded.model.device.type}, {settings.cache}, window {settings.window}"
+    return ", ".join([title, *(f"{name} {value}" for name, value in settings.precision.items())])
 
 
 def verdict(comparison: Comparison) -> Text:
@@ -81,7 +82,9 @@ def verdict(comparison: Comparison) -> Text:
     if where is None:
         return Text.assemble(("tokens equal: yes", "bold green"), f" ({stock} of {stock}, greedy)")
     text = Text.assemble(("tokens equal: no", "bold red"), f" (the first difference is in new token {where + 1})")
-    if comparison.loaded.dtype != "float32":
+    if comparison.settings.precision:
+        text.append(". With a state of another precision they may part; without these options they do not in float32.")
+    elif comparison.loaded.dtype != "float32":
         text.append(
             f". In {comparison.loaded.dtype} the two best tokens are sometimes equal up to rounding, and the caches "
             "round differently, so this is no error by itself; --dtype float32 compares exactly."
@@ -99,6 +102,7 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         "prompt": comparison.prompt,
         "cache": settings.cache,
         "window": settings.window,
+        "precision": dict(settings.precision),
         "caches": {name: _run_record(comparison, name) for name in comparison.runs},
         "bytes_per_decode_step": {
             title if title == "stock" else f"replay_{title}": mean and {"reads": mean.reads, "writes": mean.writes}
