@@ -82,7 +82,7 @@ text() {
 }
 
 divergence() {
-  bench eval_precision.py
+  bench eval_precision.py --together 12  # the sample models are small
   bench eval_precision.py --synthetic
 }
 

@@ -280,7 +280,7 @@ def check_tables(cells: dict[str, Any]) -> None:
     smaller = [part | {"kl": part["kl"] / 4} for part in shared["bins"]]
     pair = {"shared": shared, "copy": shared | {"checkpoint": "float32", "readout": "bfloat16", "bins": smaller}}
     ratios = list(ratio_rows(pair))
-    assert [(row[0], row[1], row[-1]) for row in ratios] == [("nemotron_h", "bfloat16", "4.0")] * len(smaller)
+    assert [(row[0], row[1], row[-1]) for row in ratios] == [("nemotron_h", "bfloat16/w4", "4.0")] * len(smaller)
     assert {len(row) for row in ratios} == {len(RATIO_COLUMNS)}
     assert not list(ratio_rows({"shared": shared}))
     heads = {key: cell for key, cell in cells.items() if "memory_tokens" in cell}

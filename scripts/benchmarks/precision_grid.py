@@ -10,7 +10,7 @@ from replay_transformers.config import ReplayConfig
 SYNTAX = "checkpoint, then any of /readout, /wWINDOW and /sSKIP: fp8, float32/fp8, nvfp4/w4, float32/s0.001"
 DEFAULT_GRID = (
     "float32", "float32/bfloat16", "float32/fp8", "float32/nvfp4", "bfloat16", "float16", "fp8", "fp8_sr", "nvfp4",
-    "float32/s0.001",
+    "float32/nvfp4/w4", "nvfp4/w4", "float32/s0.001",
 )  # fmt: skip
 EDGES = (0, 64, 256, 1024, 4096, 16384)  # of the bins, in tokens behind the prompt
 

@@ -108,10 +108,11 @@ def ratio_rows(cells: Cells) -> Iterable[list[str]]:
         other = next((c for c in cells.values() if all(c[name] == separate[name] for name in SAME)), None)
         if other is None or not ("bins" in cell and "bins" in other):
             continue
+        name = Setting(cell["checkpoint"], window=cell["window"]).name
         for mine, its in zip(cell["bins"], other["bins"], strict=True):
             yield [
                 title(cell),
-                cell["checkpoint"],
+                name,
                 f"{mine['from']}-{mine['to']}",
                 f"{mine['kl']:.1e}",
                 f"{its['kl']:.1e}",
