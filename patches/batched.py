@@ -73,10 +73,10 @@ def generate_in_rows(
     _check_new_tokens(cache, input_ids, config, model_kwargs.get("attention_mask"))
     if assistant_model is not None and input_ids.shape[1] == 0:
         raise ValueError("an assistant needs the prompt's token ids: pass input_ids, not inputs_embeds alone")
-    if assistant_model is not None and assistant_model.device != model.device:
-        raise ValueError(
-            f"the assistant is on {assistant_model.device} and the model on {model.device}: move one of them"
-        )
+    # weights that accelerate offloads are on "meta", and run where the tokens are
+    place = input_ids.device if model.device.type == "meta" else model.device
+    if assistant_model is not None and assistant_model.device not in (place, torch.device("meta")):
+        raise ValueError(f"the assistant is on {assistant_model.device} and the model on {place}: move one of them")
     rows = Rows(input_ids, model_kwargs.get("attention_mask"), _pad(config))
     is_compiled = model._valid_auto_compile_criteria(model_kwargs, config)
     levels = sorted({0, min(drafts, FIRST_LENGTH), drafts}) if cache.is_compileable else None

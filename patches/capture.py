@@ -6,6 +6,7 @@ Of a model on several GPUs each stretch of a step that runs on one of them is ca
 next is copied in between.
 """
 
+import contextlib
 import copy
 import functools
 import logging
@@ -182,8 +183,9 @@ _failed_graphs: list[torch.cuda.CUDAGraph] = []  # torch's allocators may still 
 def _after_failure(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
     """A capture that CUDA broke off: torch still serves allocations from its pool and random numbers as within it."""
     _failed_graphs.append(graph)
-    torch._C._cuda_endAllocateToPool(device.index, pool)
-    torch._C._cuda_releasePool(device.index, pool)
+    with contextlib.suppress(AttributeError, RuntimeError):  # before torch 2.8; where nothing was served from it
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+        torch._C._cuda_releasePool(device.index, pool)
     with torch.cuda.stream(_stream(device)):
         number = torch.zeros((), device=device)
     # one that ends well lets the generator out

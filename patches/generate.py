@@ -146,10 +146,11 @@ def wrap_prepare_cache(original: Callable[..., Any], settings: GenerateSettings)
         if name is None and is_default and users_cache is None and _is_supported(self):
             name = GROWING_NAME
         if name not in CACHE_NAMES or users_cache is not None or generation_config.use_cache is False:
-            if name is None and users_cache is None and generation_config.cache_config and _is_supported(self):
+            asked = generation_config.cache_config
+            if name is None and users_cache is None and _is_for_replay(asked) and _is_supported(self):
                 logger.warning(
                     "cache_config=%s is not used without a cache_implementation: pass cache_implementation=%r or %r",
-                    generation_config.cache_config, *CACHE_NAMES,
+                    asked, *CACHE_NAMES,
                 )  # fmt: skip
             return original(self, generation_config, model_kwargs, *rest, **kwargs)
 
@@ -164,6 +165,12 @@ def wrap_prepare_cache(original: Callable[..., Any], settings: GenerateSettings)
         return None
 
     return prepare
+
+
+def _is_for_replay(settings: Any) -> bool:
+    """Whether ``cache_config`` has a field of `ReplayConfig`; those of other caches are none of our business."""
+    fields = {field.name for field in dataclasses.fields(ReplayConfig)}
+    return isinstance(settings, dict) and not fields.isdisjoint(settings)
 
 
 def _is_supported(model: Any) -> bool:

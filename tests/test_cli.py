@@ -204,6 +204,7 @@ def test_a_narrow_state_may_give_other_tokens(monkeypatch: pytest.MonkeyPatch, f
     text = " ".join(run(*command).output.split())
     assert "window 16, readout fp8" in text
     assert "With a state of another precision they may part" in text
+    run(*command[:-2], "--readout", "float32", code=1)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -84,9 +84,19 @@ def test_offloaded_weights(family: str, how: str, tmp_path: Path) -> None:
     assert torch.equal(stock, greedy)
 
 
-@pytest.mark.parametrize(("implementation", "order"), [("replay", "enabled first"), ("replay_static", "hooks first")])
+@pytest.mark.parametrize(
+    ("implementation", "order", "how"),
+    [
+        ("replay", "enabled first", "inside a run"),
+        ("replay", "hooks first", "cpu"),
+        ("replay_static", "hooks first", "inside a run"),
+        ("replay_static", "enabled first", "disk"),
+    ],
+)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_kind_of_call(family: str, implementation: str, order: str, enabled: None, tmp_path: Path) -> None:
+def test_every_kind_of_call(
+    family: str, implementation: str, order: str, how: str, enabled: None, tmp_path: Path
+) -> None:
     """With a model and an assistant that are both offloaded, for one prompt and a padded batch."""
     model = MODELS[family]()
     assistant, settings = assistant_for(model), {"cache_implementation": implementation}
@@ -94,7 +104,7 @@ def test_every_kind_of_call(family: str, implementation: str, order: str, enable
     truths = [generated(model, name, rows, assistant, **settings) for name, rows in wanted]
     if order == "hooks first":
         rt.disable()
-    offloaded(model, "inside a run", tmp_path / "target")
+    offloaded(model, how, tmp_path / "target")
     offloaded(assistant, "last", tmp_path / "assistant")
     rt.enable()
     for (name, rows), truth in zip(wanted, truths, strict=True):

@@ -44,6 +44,13 @@ class Settings:
     precision: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def is_narrow(self) -> bool:
+        """Whether the replay cache's state, or what is read of it, has less than float32."""
+        wide = {"float32", "float64", None}
+        formats = {self.precision.get(name) for name in ("checkpoint", "readout")}
+        return bool(formats - wide) or self.precision.get("decay_skip", 0) > 0
+
+    @property
     def names(self) -> list[str]:
         """The caches to run, by name."""
         return ["stock", "replay"] if self.stock else ["replay"]
@@ -98,7 +105,7 @@ class Comparison:
     @property
     def is_right(self) -> bool:
         """Whether the tokens are equal, or need not be: where two best tokens may tie, or the state is narrow."""
-        return self.first_difference is None or self.loaded.dtype != "float32" or bool(self.settings.precision)
+        return self.first_difference is None or self.loaded.dtype != "float32" or self.settings.is_narrow
 
 
 def compare(

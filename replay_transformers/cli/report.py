@@ -82,7 +82,7 @@ def verdict(comparison: Comparison) -> Text:
     if where is None:
         return Text.assemble(("tokens equal: yes", "bold green"), f" ({stock} of {stock}, greedy)")
     text = Text.assemble(("tokens equal: no", "bold red"), f" (the first difference is in new token {where + 1})")
-    if comparison.settings.precision:
+    if comparison.settings.is_narrow:
         text.append(". With a state of another precision they may part; without these options they do not in float32.")
     elif comparison.loaded.dtype != "float32":
         text.append(

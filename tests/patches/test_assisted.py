@@ -177,6 +177,13 @@ def test_an_assistant_with_another_vocabulary_needs_tokenizers() -> None:
 
 
 @pytest.mark.usefixtures("enabled")
+def test_another_vocabulary_hides_no_other_error() -> None:
+    arguments = {"prompt_lookup_num_tokens": None, "num_beams": 2, "streamer": object(), **REPLAY}
+    with pytest.raises(ValueError, match="`streamer` cannot be used with beam search"):
+        generate(tiny("qwen3_5"), assistant_model=sample("nemotron_h_draft"), **arguments)
+
+
+@pytest.mark.usefixtures("enabled")
 def test_a_reused_cache_wants_new_tokens_and_a_mask_for_all() -> None:
     model, ids = tiny("qwen3_5"), prompt(1, 5, seed=3)["input_ids"]
     cache = rt.ReplayCache(model.config)

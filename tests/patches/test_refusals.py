@@ -177,3 +177,6 @@ def test_settings_that_no_cache_takes_are_told(caplog: pytest.LogCaptureFixture)
     assert "cache_config" not in caplog.text
     model.generate(**inputs, max_new_tokens=2, do_sample=False, cache_config={"window": 8})
     assert "cache_config={'window': 8} is not used without a cache_implementation: pass" in caplog.text
+    caplog.clear()
+    model.generate(**inputs, max_new_tokens=2, do_sample=False, cache_config={"backend": "quanto", "nbits": 4})
+    assert "cache_config" not in caplog.text, "for a cache of another kind"
