@@ -73,7 +73,7 @@ def test_layers_and_bytes_are_those_of_a_real_cache(name: str) -> None:
 def test_as_text() -> None:
     text = " ".join(run("qwen3_5", "--memory", "1").output.split())
     assert "Qwen3_5ForCausalLM, bfloat16" in text
-    assert "Gated DeltaNet 4 x 64 x 64 cpu" in text
+    assert "Gated DeltaNet 4x64x64 cpu PyTorch" in text
     assert "largest batch that fits, prompts of 512 tokens:" in text
     assert "no gain: off a GPU plain PyTorch runs" in text
     assert text.endswith("replay cache: supported")
@@ -209,6 +209,24 @@ def test_what_does_not_gain(
     assert message in findings(found, "no gain")
     assert len([one for one in found["findings"] if one["level"] == "no gain"]) == 1
     assert list(found["devices"]) == ["cuda:0"]
+    expected = "triton" if "--window" in options and "1" in options else "reference"
+    assert {layer["steps"] for layer in found["layers"] if layer["kind"] == "mamba2"} == {expected}
+
+
+def test_what_runs_the_steps_of_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton on a GPU, also for weights that wait on the CPU; plain PyTorch on a CPU."""
+    monkeypatch.setattr(checking, "installed_triton", lambda: checking.OLDEST_TRITON)
+    for options, expected in (
+        (("--device-map", "cuda", "--memory", "1"), "triton"),
+        (("--device-map", "auto", "--memory", "0.005"), "triton"),
+        (("--memory", "1"), "reference"),
+    ):
+        found = record("qwen3_5", *options)
+        kinds = {layer["kind"]: layer["steps"] for layer in found["layers"]}
+        assert kinds == {"gated_delta": expected, "attention": None}
+    notes = findings(record("qwen3_5", "--device-map", "cuda", "--memory", "1"), "note")
+    assert "rows keep no records unless they speculate" in notes
+    assert "prompts are scanned by plain PyTorch" in notes
 
 
 def test_drafters() -> None:

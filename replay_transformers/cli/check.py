@@ -23,7 +23,7 @@ from replay_transformers.cli.check_places import Places, largest_batch, place_mo
 from replay_transformers.cli.loading import DTYPES, CommandError, first_line, looks_local, replay_config
 from replay_transformers.config import MOST_RECORDS
 from replay_transformers.cursor import WRITE_THROUGH_BYTES
-from replay_transformers.geometry import LayerGeometry, text_config
+from replay_transformers.geometry import STATE_SPACE, LayerGeometry, text_config
 from replay_transformers.implementation import LIBRARIES, OLDEST_TRITON, installed_triton
 from replay_transformers.patches.drafts import check_drafter
 from replay_transformers.patches.mtp import mtp_layers
@@ -84,6 +84,17 @@ class Check:
     def is_refused(self) -> bool:
         """Whether `generate` would raise."""
         return any(finding.level == REFUSED for finding in self.findings)
+
+    def implementation(self, index: int) -> str | None:
+        """What runs the steps of a layer, "triton" or "reference"; None where there is no state-space layer."""
+        if self.geometries[index].kind not in STATE_SPACE or self.places is None:
+            return None
+        offloaded, config = index in self.places.offloaded, rt.ReplayConfig(**self.question.settings)
+        runs_on = self.places.running if offloaded else [self.places.of_layer[index]]
+        version = installed_triton()
+        has_kernels = version is not None and version >= OLDEST_TRITON and config.capacity <= MOST_RECORDS
+        on_gpu = any(name.startswith("cuda") for name in runs_on)
+        return "triton" if on_gpu and has_kernels and config.checkpoint != "float64" else "reference"
 
     @property
     def per_sequence(self) -> dict[str, int]:

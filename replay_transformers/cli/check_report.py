@@ -19,6 +19,7 @@ KINDS = {"mamba2": "Mamba-2", "gated_delta": "Gated DeltaNet", "attention": "att
 COLUMNS = {
     "checkpoint": "state", "readout": "copy", "ring": "rings", "convolution": "conv", "attention": "keys",
 }  # fmt: skip
+STEPS = {"triton": "Triton", "reference": "PyTorch", None: ""}
 STYLES = {REFUSED: "bold red", NO_GAIN: "bold yellow"}
 MIB, GIB = 2**20, 2**30
 
@@ -40,20 +41,22 @@ def _layers(check: Check) -> Table:
     assert check.places is not None
     kinds = [kind for kind, size in check.per_sequence.items() if size]
     table = Table(
-        title="KiB per sequence in the cache; heads x channels x state",
+        title="KiB per sequence in the cache; heads x channels x state; what runs the steps",
         title_justify="left",
         box=SIMPLE_HEAD,
         pad_edge=False,
+        collapse_padding=True,
     )
-    for title in ("", "layer", "device"):
+    for title in ("", "layer", "device", "steps"):
         table.add_column(title, no_wrap=True)
     for kind in kinds:
         table.add_column(COLUMNS[kind], justify="right", no_wrap=True)
     rows = zip(check.geometries, check.places.of_layer, check.footprints, strict=True)
     for index, (layer, device, sizes) in enumerate(rows):
         cells = [_kib(sizes[kind]) for kind in kinds]
-        table.add_row(str(index), _describe(layer), device, *cells, end_section=index + 1 == len(check.geometries))
-    table.add_row("", "all", "", *(_kib(check.per_sequence[kind]) for kind in kinds))
+        steps, end = STEPS[check.implementation(index)], index + 1 == len(check.geometries)
+        table.add_row(str(index), _describe(layer), device, steps, *cells, end_section=end)
+    table.add_row("", "all", "", "", *(_kib(check.per_sequence[kind]) for kind in kinds))
     return table
 
 
@@ -64,10 +67,10 @@ def _kib(size: int) -> str:
 def _describe(layer: LayerGeometry) -> str:
     name = KINDS[layer.kind]
     if layer.kind == "attention":
-        return f"{name} {layer.heads} x {layer.head_dim}"
+        return f"{name} {layer.heads}x{layer.head_dim}"
     if layer.kind == "none":
         return name
-    return f"{name} {layer.heads} x {layer.head_dim} x {layer.state_dim}"
+    return f"{name} {layer.heads}x{layer.head_dim}x{layer.state_dim}"
 
 
 def _memory(check: Check) -> Iterator[str]:
@@ -106,7 +109,13 @@ def check_as_json(check: Check) -> dict[str, Any]:
     }
     if check.places is not None:
         record["layers"] = [
-            {"index": index, **asdict(layer), "device": check.places.of_layer[index], "bytes_per_sequence": sizes}
+            {
+                "index": index,
+                **asdict(layer),
+                "device": check.places.of_layer[index],
+                "steps": check.implementation(index),
+                "bytes_per_sequence": sizes,
+            }
             for index, (layer, sizes) in enumerate(zip(check.geometries, check.footprints, strict=True))
         ]
         record["bytes_per_sequence"] = check.per_sequence
