@@ -169,8 +169,7 @@ def wrap_prepare_cache(original: Callable[..., Any], settings: GenerateSettings)
 
 def _is_for_replay(settings: Any) -> bool:
     """Whether ``cache_config`` has a field of `ReplayConfig`; those of other caches are none of our business."""
-    fields = {field.name for field in dataclasses.fields(ReplayConfig)}
-    return isinstance(settings, dict) and not fields.isdisjoint(settings)
+    return isinstance(settings, dict) and any(field.name in settings for field in dataclasses.fields(ReplayConfig))
 
 
 def _is_supported(model: Any) -> bool:

@@ -89,12 +89,14 @@ class Check:
         """What runs the steps of a layer, "triton" or "reference"; None where there is no state-space layer."""
         if self.geometries[index].kind not in STATE_SPACE or self.places is None:
             return None
-        offloaded, config = index in self.places.offloaded, rt.ReplayConfig(**self.question.settings)
-        runs_on = self.places.running if offloaded else [self.places.of_layer[index]]
-        version = installed_triton()
-        has_kernels = version is not None and version >= OLDEST_TRITON and config.capacity <= MOST_RECORDS
+        runs_on = self.places.running if index in self.places.offloaded else [self.places.of_layer[index]]
         on_gpu = any(name.startswith("cuda") for name in runs_on)
-        return "triton" if on_gpu and has_kernels and config.checkpoint != "float64" else "reference"
+        return "triton" if on_gpu and self.has_kernels else "reference"
+
+    @functools.cached_property
+    def has_kernels(self) -> bool:
+        """Whether a GPU would run the Triton kernels with these settings and what is installed here."""
+        return not any(_without_kernels(rt.ReplayConfig(**self.question.settings)))
 
     @property
     def per_sequence(self) -> dict[str, int]:
@@ -223,19 +225,8 @@ def _speed_findings(cache: rt.ReplayCache, load: Load, places: Places) -> Iterat
     if any(not name.startswith("cuda") for name in places.running):
         yield Finding(NO_GAIN, "off a GPU plain PyTorch runs: the results are right, and there is no gain in time")
         return
-    version = installed_triton()
-    if version is None:
-        yield Finding(NO_GAIN, "Triton is not installed: plain PyTorch would run, without a gain")
-    elif version < OLDEST_TRITON:
-        yield Finding(NO_GAIN, f"Triton {version} is too old, plain PyTorch would run: {OLDEST_TRITON} is needed")
-    if config.checkpoint == "float64":
-        yield Finding(NO_GAIN, "there are no kernels for a state in float64: plain PyTorch would run")
-    if config.capacity > MOST_RECORDS:
-        yield Finding(
-            NO_GAIN,
-            f"rings of {config.capacity} records are longer than the kernels take ({MOST_RECORDS}): plain PyTorch "
-            "would run; choose a smaller window or max_draft",
-        )
+    for reason in _without_kernels(config):
+        yield Finding(NO_GAIN, reason)
     if rows := WRITE_THROUGH_BYTES // cache.cursor.state_bytes if config.is_plain else 0:
         yield Finding(
             NOTE, f"batches of up to {rows} rows keep no records unless they speculate: their states are small enough"
@@ -246,6 +237,22 @@ def _speed_findings(cache: rt.ReplayCache, load: Load, places: Places) -> Iterat
             NOTE,
             f"prompts are scanned by plain PyTorch, slow where they are long: {' and '.join(names)} is not installed "
             f"here, or not for {str(load.dtype).removeprefix('torch.')}",
+        )
+
+
+def _without_kernels(config: rt.ReplayConfig) -> Iterator[str]:
+    """Why plain PyTorch would run on a GPU."""
+    version = installed_triton()
+    if version is None:
+        yield "Triton is not installed: plain PyTorch would run, without a gain"
+    elif version < OLDEST_TRITON:
+        yield f"Triton {version} is too old, plain PyTorch would run: {OLDEST_TRITON} is needed"
+    if config.checkpoint == "float64":
+        yield "there are no kernels for a state in float64: plain PyTorch would run"
+    if config.capacity > MOST_RECORDS:
+        yield (
+            f"rings of {config.capacity} records are longer than the kernels take ({MOST_RECORDS}): plain PyTorch "
+            "would run; choose a smaller window or max_draft"
         )
 
 

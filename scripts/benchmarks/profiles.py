@@ -7,6 +7,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from .timing import synchronise
+
 NAME_LENGTH = 80
 
 
@@ -15,17 +17,18 @@ class KernelTimes:
 
     def __init__(self) -> None:
         self.on_gpu = torch.cuda.is_available()
+        self.gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_gpu else [])]
         self.profiler = profile(activities=activities)
 
     def start(self) -> None:
         """What was launched before is not counted."""
-        self._wait()
+        synchronise(self.gpus)
         self.profiler.start()
 
     def stop(self) -> Counter[str]:
         """Milliseconds by kernel since the start; by operator, on the CPU, without a GPU."""
-        self._wait()
+        synchronise(self.gpus)
         self.profiler.stop()
         wanted = DeviceType.CUDA if self.on_gpu else DeviceType.CPU
         times: Counter[str] = Counter()
@@ -33,11 +36,6 @@ class KernelTimes:
             if event.device_type == wanted:
                 times[event.name] += (event.device_time if self.on_gpu else event.self_cpu_time_total) / 1e3
         return times
-
-    def _wait(self) -> None:
-        if self.on_gpu:
-            for index in range(torch.cuda.device_count()):
-                torch.cuda.synchronize(index)
 
 
 def kernel_times(call: Callable[[], object]) -> Counter[str]:

@@ -166,21 +166,17 @@ def known_ids(model: Any, batch: int, length: int, prompt: int) -> torch.Tensor:
     return torch.cat([prompt_ids(model, batch, prompt), rows.to(model.device)], dim=1)
 
 
-@dataclass
 class KnownRun:
     """A loop over known tokens, ready to run.
 
     Args:
-        rounds: that it makes; the last ``timed`` ones count. warmed: called as they begin.
+        warmed: called as the rounds that count begin.
+
+    Attributes:
+        rounds: that it makes. timed: how many of them count, the last ones.
     """
 
-    model: Any
-    cell: Cell
-    settings: Settings
-    warmed: Callable[[], None] | None = None
-
-    def __post_init__(self) -> None:
-        model, cell, settings = self.model, self.cell, self.settings
+    def __init__(self, model: Any, cell: Cell, settings: Settings, warmed: Callable[[], None] | None = None) -> None:
         added, drafts = cell.accepted + 1, cell.tokens - 1
         self.timed = -(-settings.new_tokens // added)
         self.rounds = max(settings.warm, -(-settings.checked // added)) + self.timed
@@ -189,7 +185,7 @@ class KnownRun:
         text = KnownText(self.ids, settings.prompt, cell.accepted, model.config.vocab_size)
         self.rows, self.forwards = Rows(self.ids[:, : settings.prompt], None, 0), [0]
         self.target = _target(model, cell, settings, self.last, self.forwards)
-        self.recorder = RoundRecorder(devices_of(model), self.rounds - self.timed, self.warmed)
+        self.recorder = RoundRecorder(devices_of(model), self.rounds - self.timed, warmed)
         common = _loop_arguments(model, cell, settings, self.last, self.recorder)
         self.loop = KnownLoop(self.target, KnownDrafter(text, drafts), text=text, **common)
 

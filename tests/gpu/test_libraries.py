@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.libraries import PACKAGES, is_there, scan_errors
+from replay_transformers.implementation import LIBRARIES
+from tests.support.libraries import is_there, scan_errors
 
 # Their products are of bfloat16 numbers, each 2^-9 off: 0.2%, a few of them one after another; a scan on the wrong
 # stream or of another state is off by more than half.
@@ -14,9 +15,9 @@ TOLERANCE = 0.02
 
 @pytest.mark.no_poison
 @pytest.mark.parametrize("index", range(torch.cuda.device_count()))
-@pytest.mark.parametrize("operator", PACKAGES)
+@pytest.mark.parametrize("operator", LIBRARIES)
 def test_scans(operator: str, index: int) -> None:
     errors = scan_errors(operator, f"cuda:{index}") if is_there(operator) else None
     if errors is None:
-        pytest.skip(f"{PACKAGES[operator]} is not installed")
+        pytest.skip(f"{LIBRARIES[operator]} is not installed")
     assert max(map(max, errors)) <= TOLERANCE

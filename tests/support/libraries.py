@@ -10,8 +10,9 @@ from pathlib import Path
 
 import torch
 
+from replay_transformers.implementation import LIBRARIES
+
 SOURCES = "MAMBA_SSM"  # names the folder mamba_ssm of mamba-ssm's sources, where it is not installed
-PACKAGES = {"gated_delta": "fla", "mamba2": "mamba_ssm"}
 TRIES = 5
 
 
@@ -20,7 +21,7 @@ def is_there(operator: str) -> bool:
     if operator == "mamba2" and os.environ.get(SOURCES):
         return True
     try:
-        return importlib.util.find_spec(PACKAGES[operator]) is not None
+        return importlib.util.find_spec(LIBRARIES[operator]) is not None
     except ValueError:  # left out in this process, but perhaps not in another one
         return True
 
@@ -37,7 +38,7 @@ def scan_errors(operator: str, device: str) -> list[tuple[float, float]] | None:
 def _scan_errors(operator: str, device: str) -> list[tuple[float, float]] | None:
     if operator == "mamba2" and (folder := os.environ.get(SOURCES)):
         importlib.import_module("scripts.benchmarks.stock").provide_mamba_ssm(Path(folder))
-    if importlib.util.find_spec(PACKAGES[operator]) is None:
+    if importlib.util.find_spec(LIBRARIES[operator]) is None:
         return None
     kernels = f"replay_transformers.kernels.{operator}"
     library, reference = (importlib.import_module(f"{kernels}.{name}") for name in ("library", "reference"))
