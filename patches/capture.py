@@ -11,7 +11,7 @@ import copy
 import functools
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -108,7 +108,8 @@ class _Step:
                     if not self.may_fail:
                         raise
                     self.runs_plainly = True
-                    logger.warning("CUDA graphs: a forward cannot be captured, running without them: %s", error)
+                    cause = error.__context__ or error  # ending a capture that the forward broke raises as well
+                    logger.warning("CUDA graphs: a forward cannot be captured, running without them: %s", cause)
                     return self.function(*inputs)
             assert self.replay is not None
             for buffer, value in zip(self.buffers, moving, strict=True):
@@ -157,15 +158,32 @@ def record(function: Function, inputs: Sequence[torch.Tensor]) -> tuple[Sequence
     # torch's own stream for captures is on the device that captured first
     capturing = torch.cuda.graph(graph, pool=pool, stream=_stream(device), capture_error_mode="thread_local")
     # the inner stream context is not left where ending the capture raises, the outer one is
-    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
+    with _one_at_a_time, torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
         try:
-            with capturing:
+            with _own_workspaces(), capturing:
                 outputs = function(*inputs)
         except RuntimeError:
             if not _has_ended(graph):
                 _after_failure(graph, device, pool)
             raise
     return outputs, graph.replay
+
+
+_one_at_a_time = threading.RLock()  # captures share a stream
+
+
+@contextlib.contextmanager
+def _own_workspaces() -> Iterator[None]:
+    """Products of matrices take their workspaces from the pool of the graph that is captured within the block.
+
+    torch keeps workspaces by stream. What an older graph's capture had allocated would be taken again, and go when that
+    graph is gone and somebody, inductor for example, clears workspaces: the new graph would still write there.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:

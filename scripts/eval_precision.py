@@ -8,6 +8,7 @@ no logits are kept. With --synthetic: single layers whose states remember for ma
 after every group of settings; those that are already in it are skipped.
 """
 
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -109,6 +110,18 @@ def source_text(path: Path | None) -> str:
     return "\n".join(read_source(file) for file in held_out_files(standard_library()))
 
 
+class Progress:
+    """Prints how far a group of settings is, and how long that took."""
+
+    def __init__(self, place: str, length: int) -> None:
+        self.place, self.length, self.begin = place, length, time.monotonic()
+
+    def __call__(self, tokens: int) -> None:
+        """Say that so many tokens of each text are done."""
+        seconds = time.monotonic() - self.begin
+        console.print(f"{self.place}: {tokens} of {self.length} tokens, {seconds:.0f} s", highlight=False)
+
+
 class Work:
     """What the cells of a run share.
 
@@ -140,7 +153,7 @@ class Work:
             if not self.has_room(keys[group[0]]):
                 return
             try:
-                found, memory = measure_group(loaded.model, group, run)
+                found, memory = measure_group(loaded.model, group, run, Progress(place, common["length"]))
             except Exception as error:
                 self.fail(f"{place}, the baseline", error)
                 return

@@ -74,7 +74,9 @@ def test_bins_cover_all_steps() -> None:
 def test_divergence_is_that_of_two_decodings(family: str) -> None:
     model, setting = FAMILIES[family](), Setting("bfloat16", window=4)
     run = run_of(2, 70, tokens=12)
-    found, _ = measure_group(model, [setting, Setting("float32")], run)
+    reports: list[int] = []
+    found, _ = measure_group(model, [setting, Setting("float32")], run, reports.append)
+    assert reports == [64, 70]
     logs = []
     for config in (rt.ReplayConfig(), rt.ReplayConfig(checkpoint="bfloat16", window=4)):
         cache = rt.ReplayCache(model.config, config)
@@ -242,6 +244,7 @@ def test_from_end_to_end_resumed_and_plotted(call: Callable[..., Result], tmp_pa
     grid = ("--grid=float32", "--grid=bfloat16/w4", "--grid=float32/s0.01")
     first = call("eval_precision", *arguments, *grid, "--model=nemotron_h")
     assert first.exit_code == 0, first.output
+    assert first.output.count("nemotron_h/float32/2x20: 20 of 20 tokens") == 2, "two groups"
     data = json.loads(path.read_text())
     keys = [f"nemotron_h/float32/2x20/{name}" for name in ("float32/w16", "bfloat16/w4", "heads", "float32/w16/s0.01")]
     assert list(data["cells"]) == keys

@@ -107,12 +107,15 @@ class Scores:
 
 @torch.no_grad()
 def measure_group(
-    model: Any, settings: list[Setting], run: Run
+    model: Any, settings: list[Setting], run: Run, report: Callable[[int], None] = lambda tokens: None
 ) -> tuple[dict[Setting, dict[str, Any] | Exception], dict[str, Any]]:
     """Decode the texts with the baseline and with each setting, step by step side by side.
 
     Beside the caches only the latest log-probabilities and a few numbers per step and row are held, whatever the
-    length. Nothing waits for the device before the end.
+    length. Nothing waits for the device before the end, but for the reports.
+
+    Args:
+        report: is told how many tokens of each text are done, at the end of every bin.
 
     Returns:
         per setting its record, or what it raised; and how long the heads remember.
@@ -122,7 +125,7 @@ def measure_group(
     with rt.enable(), _calls(model, run.backend) as make:
         start = time.monotonic()
         baseline = Lane(model, BASELINE, run, make(), reads_decay=True)
-        reference, scores = Scores(run), {}
+        reference, scores, ends = Scores(run), {}, {end for _, end in bins(run.steps)}
         for setting in settings:
             with _kept(found, setting):
                 lanes[setting] = Lane(model, setting, run, make(), reads_decay=bool(setting.decay_skip))
@@ -137,6 +140,9 @@ def measure_group(
                     scores[setting].put(index, lane.step(index), want, truth)
                 if setting in found:
                     del lanes[setting], lane
+            if index + 1 in ends:
+                float(reference.likelihood[index, 0])  # waits for the device
+                report(index + 1)
         for lane in (baseline, *lanes.values()):
             if lane.decay is not None:
                 lane.decay.close()

@@ -3,6 +3,7 @@
 States of tiny models are written through by "auto"; "triton" keeps records and folds them.
 """
 
+import gc
 from typing import Any
 
 import pytest
@@ -114,3 +115,28 @@ def test_a_capture_that_fails(draws: bool, captures: list[torch.device], caplog:
         values = torch.full((3,), float(count), device="cuda")
         assert torch.equal(other(values)[0], 2 * values)
     assert len(captures) == before + 1
+
+
+def test_workspaces_of_products(captures: list[torch.device]) -> None:
+    """A graph outlives an older one, also where somebody clears the workspaces that torch keeps."""
+    torch.manual_seed(0)
+    weight = torch.randn(8192, 96, device="cuda") / 90  # few sums of many terms: cuBLAS sums parts of them separately
+
+    def product(values: torch.Tensor) -> tuple[torch.Tensor]:
+        return (values @ weight,)
+
+    values = torch.randn(4, 8192, device="cuda")
+    expected = values @ weight
+    older, newer = recorded(product), recorded(product)
+    for step in (older, newer):
+        for _ in range(2):
+            torch.testing.assert_close(step(values)[0], expected, rtol=1e-4, atol=1e-4)
+    assert len(captures) == 2
+    del older, step
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    bystander = torch.zeros(2**25, device="cuda")  # more than a workspace
+    torch.testing.assert_close(newer(values)[0], expected, rtol=1e-4, atol=1e-4)
+    torch.cuda.synchronize()
+    assert not bystander.any()

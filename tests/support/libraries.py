@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import multiprocessing
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -20,10 +21,9 @@ def is_there(operator: str) -> bool:
     """Whether its library can be found."""
     if operator == "mamba2" and os.environ.get(SOURCES):
         return True
-    try:
-        return importlib.util.find_spec(LIBRARIES[operator]) is not None
-    except ValueError:  # left out in this process, but perhaps not in another one
-        return True
+    name = LIBRARIES[operator]
+    # left out in this process (None), it may still be there in another one
+    return name in sys.modules or importlib.util.find_spec(name) is not None
 
 
 def scan_errors(operator: str, device: str) -> list[tuple[float, float]] | None:
