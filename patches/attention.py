@@ -12,6 +12,8 @@ from torch.nn import functional
 from transformers.integrations.sdpa_attention import sdpa_attention_forward, use_gqa_in_sdpa
 from transformers.modeling_utils import AttentionInterface
 
+from replay_transformers.patches.long_attention import attend_in_pieces, pieces_for
+
 __all__ = ["REPLAY_FLAG", "ReplayAttentionInterface", "few_query_attention"]
 
 # A keyword argument that the wrapped decoders add if they run on a replay cache and with `sdpa`; their layers hand it
@@ -68,14 +70,14 @@ def few_query_attention(
     rows, heads, tokens, _ = query.shape
     if attention_mask is not None and attention_mask.shape[2] > 1:
         attention_mask = attention_mask.repeat(1, 1, heads // key.shape[1], 1)
-    output = functional.scaled_dot_product_attention(
-        query.reshape(rows, key.shape[1], -1, query.shape[-1]),
-        key,
-        value,
-        attn_mask=attention_mask,
-        dropout_p=dropout,
-        scale=scaling,
-    )
+    query = query.reshape(rows, key.shape[1], -1, query.shape[-1])
+    pieces = pieces_for(query, key, attention_mask) if not dropout else 1
+    if pieces > 1 and attention_mask is not None:
+        output = attend_in_pieces(query, key, value, attention_mask, scaling, pieces)
+    else:
+        output = functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
+        )
     return output.reshape(rows, heads, tokens, -1).transpose(1, 2).contiguous(), None
 
 

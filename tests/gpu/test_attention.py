@@ -7,13 +7,14 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from replay_transformers.patches.attention import REPLAY_FLAG, few_query_attention
+from replay_transformers.patches.long_attention import LEAST_KEYS, pieces_for
 
 # Outputs near 1. Both sum in float32 and round what they return, and probabilities in between, to the dtype.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("length", [128, 333])
+@pytest.mark.parametrize("length", [128, 333, 5000, 8192])  # the longer ones in pieces
 @pytest.mark.parametrize("tokens", [1, 5, 16])
 @pytest.mark.parametrize(("heads", "head_dim"), [((16, 4), 256), ((40, 8), 128)], ids=["qwen3_5-4b", "nemotron-4b"])
 def test_equals_the_original(
@@ -27,3 +28,4 @@ def test_equals_the_original(
         truth, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=head_dim**-0.5)
         got, _ = few_query_attention(module, query, key, value, mask, scaling=head_dim**-0.5, **{REPLAY_FLAG: True})
     torch.testing.assert_close(got, truth, rtol=0, atol=TOLERANCES[dtype])
+    assert (pieces_for(query, key, mask) > 1) is (length >= LEAST_KEYS)
