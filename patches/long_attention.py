@@ -10,8 +10,7 @@ from torch.nn.functional import pad
 __all__ = ["attend_in_pieces", "pieces_for"]
 
 PROGRAMS = 256  # about two for each multiprocessor of a large GPU; a smaller one takes more turns
-LEAST_KEYS = 4096  # for fewer the additional launches cost more than is gained
-LEAST_PIECE = 1024
+LEAST_KEYS, LEAST_PIECE = 2048, 256  # for fewer the additional launches cost more than is gained
 ALIGNMENT = 16  # elements between the rows of a bias, for the kernels' vector loads
 # Added to the scores of keys that are hidden. Finite, since a piece may have no others, and within float16; beside real
 # scores, which are thousands away, its exponential is 0 in float32.
@@ -61,12 +60,8 @@ def attend_in_pieces(
     bias = torch.where(counts[:, None], shown, hidden).expand(rows, heads, -1, -1, -1).flatten(0, 1)
     bias = pad(bias, (0, -each % ALIGNMENT))[..., :each].expand(-1, -1, queries, -1)
 
-    outputs, logs = _attend(
-        query.flatten(0, 1)[:, None].expand(-1, pieces, -1, -1),
-        *(x.flatten(0, 1).unfold(1, each, apart).transpose(2, 3) for x in (key, value)),
-        bias,
-        scale,
-    )
+    keys, values = (x.flatten(0, 1).unfold(1, each, apart).transpose(2, 3) for x in (key, value))
+    outputs, logs = _attend(query.flatten(0, 1)[:, None].expand(-1, pieces, -1, -1), keys, values, bias, scale)
     wide = torch.promote_types(query.dtype, torch.float32)
     weights = logs[:, :, :queries, None].to(wide).softmax(1)
     return (outputs.to(wide) * weights).sum(1).to(query.dtype).unflatten(0, (rows, heads))

@@ -13,6 +13,7 @@ import torch
 import typer
 from benchmarks.generate_cells import (
     CONFIGURATIONS,
+    FLOAT32,
     SHAPES,
     Cell,
     Expected,
@@ -25,7 +26,7 @@ from benchmarks.generate_cells import (
     measure_cell,
 )
 from benchmarks.largest_batch import UNFINISHED, LargestBatch, search
-from benchmarks.precision_grid import Setting
+from benchmarks.precision_grid import Setting, parse_precisions
 from benchmarks.presets import Preset, chosen_presets
 from benchmarks.results import Budget, Results, default_path, environment
 from benchmarks.several_gpus import devices_for
@@ -60,9 +61,13 @@ def main(
         Path | None, typer.Option(help="Folder mamba_ssm of mamba-ssm's sources, for stock Nemotron-H.")
     ] = None,
     allow_slow_stock: Annotated[bool, typer.Option(help="Do not insist on stock's fast kernels.")] = False,
-    checkpoint: Annotated[str, typer.Option(help="Precision of the replay caches' state.")] = "float32",
-    readout: Annotated[str | None, typer.Option(help="Precision of a separate copy that steps read.")] = None,
-    decay_skip: Annotated[float, typer.Option(help="Heads that scale their state by less do not read it.")] = 0.0,
+    checkpoint: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Precision of the replay caches' state, of a copy that steps read, and decay_skip: bfloat16, "
+            "float32/fp8, float32/s0.001; several times; by default float32."
+        ),
+    ] = None,
     largest_batch: Annotated[
         list[str] | None,
         typer.Option(
@@ -78,13 +83,12 @@ def main(
     dtype: Annotated[str, typer.Option(help="Of weights and activations.")] = "bfloat16",
 ) -> None:
     """Check and time every cell that is missing."""
-    presets, precision = chosen_presets(preset), Setting(checkpoint, readout, decay_skip=decay_skip)
-    precision.config("auto")
+    presets, precisions = chosen_presets(preset), parse_precisions(checkpoint or [FLOAT32.label], "auto")
     shapes = [parse_shape(text) for text in shape or ()]
     planned: list[Cell] = list(
-        largest_cells(presets, largest_batch, shapes or [SEARCHED], only, precision, gpus)
+        largest_cells(presets, largest_batch, shapes or [SEARCHED], only, precisions, gpus)
         if largest_batch
-        else all_cells(presets, shapes or list(SHAPES), only, precision, gpus)
+        else all_cells(presets, shapes or list(SHAPES), only, precisions, gpus)
     )
     results, budget = Results(output or default_path("generate"), redo=redo), Budget(minutes)
     if cells:
@@ -120,7 +124,7 @@ def largest_cells(
     configurations: list[str],
     shapes: list[tuple[int, int]],
     only: list[str] | None,
-    precision: Setting,
+    precisions: list[Setting],
     gpus: int,
 ) -> list[LargestBatch]:
     """The searches; raises ValueError for a configuration that does not exist."""
@@ -133,6 +137,7 @@ def largest_cells(
         LargestBatch(preset, configuration, batch, prompt, precision, gpus)
         for preset in presets
         for batch, prompt in shapes
+        for precision in precisions
         for configuration in configurations
     ]
     return matching(cells, only)

@@ -15,6 +15,7 @@ common=(${MINUTES:+--minutes "$MINUTES"} ${REDO:+--redo})
 stock=(${MAMBA_SSM:+--mamba-ssm-source "$MAMBA_SSM"})
 small=(--preset nemotron-3-nano-4b --preset qwen3.5-4b)
 large=(--preset nemotron-3-super-120b-a12b --preset qwen3.5-122b-a10b)
+copies=(--checkpoint float32/bfloat16 --checkpoint float32/fp8 --checkpoint float32/nvfp4)
 
 bench() {
   local script=$1
@@ -50,22 +51,14 @@ skipped() {
 }
 
 generate() {
-  local form
   bench_generate "${small[@]}" --shape 256x64 --shape 1x64 --profile
-  for form in bfloat16 fp8 nvfp4; do
-    bench_generate "${small[@]}" --shape 256x64 --readout "$form" --only replay_static@
-  done
+  bench_generate "${small[@]}" --shape 256x64 "${copies[@]}" --only replay_static@
   bench_generate "${small[@]}" --shape 8x64 --shape 32x64 --shape 8x4096 --shape 8x32768
 }
 
 largest() {
-  local form
-  for form in float32 bfloat16 fp8 nvfp4; do
-    bench_generate "${small[@]}" --checkpoint "$form" --largest-batch replay_static_graphs
-  done
-  for form in bfloat16 fp8 nvfp4; do
-    bench_generate "${small[@]}" --readout "$form" --largest-batch replay_static_graphs
-  done
+  local states=(--checkpoint float32 --checkpoint bfloat16 --checkpoint fp8 --checkpoint nvfp4)
+  bench_generate "${small[@]}" "${states[@]}" "${copies[@]}" --largest-batch replay_static_graphs
   bench_generate "${small[@]}" --shape 512x64 --largest-batch dynamic
 }
 

@@ -111,12 +111,17 @@ def test_the_first_guess_on_a_gpu(name: str, configuration: str) -> None:
 
 def test_precisions_are_in_the_key() -> None:
     one = Setting("float32", "fp8", decay_skip=0.001)
-    keys = [cell.key for cell in all_cells([MODEL], [(2, 64)], None, one)]
+    keys = [cell.key for cell in all_cells([MODEL], [(2, 64)], None, [one])]
     assert keys[1] == "tiny-nemotron-h/static/b2/p64"
     assert keys[3] == "tiny-nemotron-h/replay_static@float32/fp8/s0.001/b2/p64"
     assert [cell.key for cell in all_cells([MODEL], [(2, 64)], ["replay_static/"])] == [
         "tiny-nemotron-h/replay_static/b2/p64"
     ]
+    both = [cell.key for cell in all_cells([MODEL], [(2, 64)], ["/static/", "/replay_static"], [one, Setting("fp8")])]
+    assert both.count("tiny-nemotron-h/static/b2/p64") == 1, "the same whatever the replay cache's precision"
+    assert {key for key in both if "graphs" in key} == {
+        f"tiny-nemotron-h/replay_static_graphs@{label}/b2/p64" for label in ("float32/fp8/s0.001", "fp8")
+    }
     assert LargestBatch(MODEL, "static", 256, 64, one).key == "tiny-nemotron-h/static/largest/p64"
     arguments = generate_arguments(Cell(MODEL, "replay_static_window_1", 2, 64, one), Settings())
     chosen = {"checkpoint": "float32", "readout": "fp8", "decay_skip": 0.001, "window": 1}
@@ -127,14 +132,14 @@ def test_precisions_are_in_the_key() -> None:
 def test_generate_with_a_copy(call: Callable[..., Result], tmp_path: Path, name: str) -> None:
     path = tmp_path / "generate.json"
     where = (f"--output={path}", "--only=/dynamic/", "--only=/replay@", f"--preset={name}", "--shape=2x5")
-    assert call("bench_generate", *ON_A_CPU, *where, "--readout=bfloat16", "--decay-skip=0.0001").exit_code == 0
+    assert call("bench_generate", *ON_A_CPU, *where, "--checkpoint=float32/bfloat16/s0.0001").exit_code == 0
     cells = json.loads(path.read_text())["cells"]
     assert list(cells) == [f"{name}/dynamic/b2/p5", f"{name}/replay@float32/bfloat16/s0.0001/b2/p5"]
     cell = list(cells.values())[1]
     assert (cell["status"], cell["readout"], cell["decay_skip"]) == ("measured", "bfloat16", 0.0001)
     assert 0 < cell["logit_error"] < 0.1
     with pytest.raises(ValueError, match="readout must be"):
-        call("bench_generate", *where, "--readout=fp8_sr")
+        call("bench_generate", *where, "--checkpoint=float32/fp8_sr")
 
 
 def cell_of(model: Any = MODEL, batch: int = 16) -> LargestBatch:
@@ -188,13 +193,16 @@ def test_the_largest_batch_from_end_to_end(
         return run(model, ids, *rest, **arguments)
 
     monkeypatch.setattr(module, "run_generate", limited)
-    search = ("--largest-batch=replay", "--largest-batch=dynamic", "--readout=fp8", "--shape=16x5", f"--output={path}")
+    precisions = ("--checkpoint=float32/fp8", "--checkpoint=bfloat16")
+    search = ("--largest-batch=replay", "--largest-batch=dynamic", "--shape=16x5", f"--output={path}", *precisions)
     where = (*ON_A_CPU, *search, f"--preset={name}")
     assert "largest/p5  to do" in call("bench_generate", *where, "--cells").output
     result = call("bench_generate", *where)
     assert result.exit_code == 0
     cells = json.loads(path.read_text())["cells"]
-    assert list(cells) == [f"{name}/replay@float32/fp8/largest/p5", f"{name}/dynamic/largest/p5"]
+    assert list(cells) == [
+        f"{name}/{label}/largest/p5" for label in ("replay@float32/fp8", "dynamic", "replay@bfloat16")
+    ]
     for cell in cells.values():
         assert (cell["status"], cell["batch"]) == ("measured", 24)
         assert list(cell["tried"]) == ["16", "24", "40", "32"]

@@ -4,7 +4,7 @@ import contextlib
 import fnmatch
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from unittest import mock
@@ -127,7 +127,7 @@ def all_cells(
     presets: list[Preset],
     shapes: list[tuple[int, int]],
     only: list[str] | None,
-    precision: Setting = FLOAT32,
+    precisions: Sequence[Setting] = (FLOAT32,),
     gpus: int = 1,
 ) -> list[Cell]:
     """Every combination that a pattern of ``only`` matches, all configurations of a shape next to each other."""
@@ -135,14 +135,16 @@ def all_cells(
         Cell(preset, configuration, batch, prompt, precision, gpus)
         for preset in presets
         for batch, prompt in shapes
+        for precision in precisions
         for configuration in CONFIGURATIONS
     ]
     return matching(cells, only)
 
 
 def matching(cells: list[AnyCell], only: list[str] | None) -> list[AnyCell]:
-    """The cells whose key a pattern of ``only`` matches; all without patterns."""
-    return [cell for cell in cells if not only or any(fnmatch.fnmatch(cell.key, f"*{pattern}*") for pattern in only)]
+    """The cells whose key a pattern of ``only`` matches, each once; all without patterns."""
+    named = {cell.key: cell for cell in cells}  # stock's are the same whatever the precision of a replay cache
+    return [cell for key, cell in named.items() if not only or any(fnmatch.fnmatch(key, f"*{part}*") for part in only)]
 
 
 def prompt_ids(model: Any, batch: int, length: int) -> torch.Tensor:

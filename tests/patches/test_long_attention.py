@@ -60,6 +60,7 @@ def test_how_many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert asked(1, 4, LEAST_KEYS) == LEAST_KEYS // LEAST_PIECE
     assert asked(1, 4, 40 * LEAST_PIECE + 7) == 40
+    assert asked(1, 4, 200 * LEAST_PIECE) == PROGRAMS // 4
     assert asked(8, 8, 32768) == PROGRAMS // 64
     assert asked(256, 4, 32768) == asked(1, 4, LEAST_KEYS - 1) == 1
     assert asked(1, 4, 32768, mask=False) == asked(1, 4, 32768, device="cpu") == 1
