@@ -4,10 +4,11 @@ from collections.abc import Mapping
 
 import torch
 
-__all__ = ["DTYPES", "POINTERS", "check_groups", "check_operands", "heads_per_program", "power_of_two"]
+__all__ = ["DTYPES", "POINTERS", "check_groups", "check_operands", "heads_per_program", "is_far", "power_of_two"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 POINTERS = ("base", "committed", "pending", "folds")
+FAR = 2**31  # elements from a tensor's first one, whose distance needs int64
 
 
 def power_of_two(n: int) -> int:
@@ -18,6 +19,14 @@ def power_of_two(n: int) -> int:
 def heads_per_program(limit: int, group: int) -> int:
     """The largest divisor of ``group``, heads that share something, that is at most ``limit``."""
     return max(divisor for divisor in range(1, min(limit, group) + 1) if group % divisor == 0)
+
+
+def is_far(*tensors: torch.Tensor) -> bool:
+    """Whether an element of one of them lies so far from its first one that a kernel must count in int64."""
+    return any(
+        sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) >= FAR
+        for tensor in tensors
+    )
 
 
 def check_groups(heads: int, groups: int) -> None:

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from replay_transformers.kernels.launch import on_their_device
 from replay_transformers.kernels.tiles import inside, saturated
-from replay_transformers.kernels.validation import check_groups, check_operands, power_of_two
+from replay_transformers.kernels.validation import check_groups, check_operands, is_far, power_of_two
 
 __all__ = ["update"]
 
@@ -22,9 +22,11 @@ def _update(
     x_row, x_head, x_channel, dt_row, dt_head,
     b_row, b_group, b_state, c_row, c_group, c_state,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, HAS_D: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, HAS_D: tl.constexpr, IS_FAR: tl.constexpr,
 ):  # fmt: skip
-    first, head, row = tl.program_id(0) * BLOCK_P, tl.program_id(1), tl.program_id(2).to(tl.int64)
+    first, head, row = tl.program_id(0) * BLOCK_P, tl.program_id(1), tl.program_id(2)
+    if IS_FAR:
+        row = row.to(tl.int64)
     row_head, group = row * HEADS + head, head // GROUP
     p, n = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
     # without masks where blocks fit
@@ -33,15 +35,15 @@ def _update(
     block_ok = p_ok[:, None] & n_ok[None, :]
     # in this order the compiler has all loads under way before it waits for the first one
     step = tl.load(dt + row * dt_row + head * dt_head)
-    decay = tl.exp(tl.load(A + head).to(tl.float32) * step)
+    rate = tl.load(A + head).to(tl.float32)
+    value = tl.load(x + row * x_row + head * x_head + (first + p) * x_channel, mask=p_ok, other=0.0).to(tl.float32)
+    key = tl.load(B + row * b_row + group * b_group + n * b_state, mask=n_ok, other=0.0).to(tl.float32)
+    s = tl.load(block, mask=block_ok, other=0.0).to(tl.float32)
     skip = 0.0
     if HAS_D:
         skip = tl.load(D + head).to(tl.float32)
-    value = tl.load(x + row * x_row + head * x_head + (first + p) * x_channel, mask=p_ok, other=0.0).to(tl.float32)
-    key = tl.load(B + row * b_row + group * b_group + n * b_state, mask=n_ok, other=0.0).to(tl.float32)
     query = tl.load(C + row * c_row + group * c_group + n * c_state, mask=n_ok, other=0.0).to(tl.float32)
-    s = tl.load(block, mask=block_ok, other=0.0).to(tl.float32)
-    s = s * decay + (value * step)[:, None] * key[None, :]
+    s = s * tl.exp(rate * step) + (value * step)[:, None] * key[None, :]
     result = tl.sum(s * query[None, :], 1) + value * skip
     tl.store(block, saturated(s, state.dtype.element_ty), mask=block_ok)
     tl.store(y + row_head * WIDTH + first + p, result.to(y.dtype.element_ty), mask=p_ok)
@@ -66,7 +68,8 @@ def _launch(
         *(x.stride(i) for i in (0, 2, 3)), *(dt.stride(i) for i in (0, 2)),
         *(B.stride(i) for i in (0, 2, 3)), *(C.stride(i) for i in (0, 2, 3)),
         HEADS=heads, GROUP=heads // groups, WIDTH=width, STATES=states,
-        BLOCK_P=block, BLOCK_N=power_of_two(states), HAS_D=D is not None, num_warps=WARPS,
+        BLOCK_P=block, BLOCK_N=power_of_two(states), HAS_D=D is not None,
+        IS_FAR=is_far(x, dt, B, C, state), num_warps=WARPS,
     )  # fmt: skip
     return y
 

@@ -246,6 +246,25 @@ def test_a_convolutions_ring_of_more_than_two_to_the_31_elements(count: int) -> 
     assert torch.equal(many["ring"][0], row["ring"][0])
 
 
+@pytest.mark.no_poison
+@pytest.mark.xdist_group("large")
+@pytest.mark.parametrize(("operator", "geometry"), [REAL[1], REAL[3]], ids=["mamba2", "gated_delta"])
+def test_an_updated_state_of_more_than_two_to_the_31_elements(operator: Operator, geometry: Geometry) -> None:
+    """Rows that are alike wherever they lie."""
+    state = torch.randn(1, *operator.state_shape(geometry), device=DEVICE)
+    rows = LARGE // state.numel() + 2
+    tokens = [tensor.to(DEVICE) for tensor in operator.draw(1, 1, geometry, torch.bfloat16).values()]
+    parameters = [tensor.to(DEVICE) for tensor in operator.parameters(geometry, torch.float32).values()]
+    many = state.expand(rows, *state.shape[1:]).contiguous()
+    assert many.numel() > LARGE
+    repeated = [tensor.expand(rows, *tensor.shape[1:]).contiguous() for tensor in tokens]
+    got = KERNELS[operator.name].update(*repeated, *parameters, state=many)
+    expected = KERNELS[operator.name].update(*tokens, *parameters, state=state)
+    assert (got == expected).all()
+    assert torch.equal(many[-1], state[0])
+    assert torch.equal(many[0], state[0])
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @OPERATORS_IN_TRITON
 def test_on_another_device_than_the_current_one(operator: Operator) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from replay_transformers.kernels import validation
+from replay_transformers.kernels.validation import is_far
 from tests.support.kernels import DEVICE, KERNELS, assert_as_good, bits
 from tests.support.operators import EVERY_OPERATOR, GEOMETRIES, Geometry, Operator, Tensors
 
@@ -68,6 +70,25 @@ def test_strides_do_not_matter(operator: Operator) -> None:
         strict=True,
     ):
         assert torch.equal(bits(mine), bits(other))
+
+
+@EVERY_OPERATOR
+def test_counting_in_int64_changes_nothing(operator: Operator, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make(operator, GEOMETRIES[0], torch.float32)
+    near = run(KERNELS[operator.name], *case)
+    monkeypatch.setattr(validation, "FAR", 1)
+    assert is_far(torch.empty(2))
+    assert not is_far(torch.empty(1))
+    for mine, other in zip(run(KERNELS[operator.name], *case), near, strict=True):
+        assert torch.equal(bits(mine), bits(other))
+
+
+def test_what_is_far() -> None:
+    """By the last element's distance, whatever the order of dimensions."""
+    row = torch.empty(1, device="meta").expand(2**31 - 1)
+    assert not is_far(row, torch.empty(2, 2**30, device="meta"))
+    assert is_far(row, torch.empty(2**31 + 1, device="meta"))
+    assert is_far(torch.empty(2**16, 2**15 + 1, device="meta").T)
 
 
 @EVERY_OPERATOR
