@@ -120,7 +120,8 @@ def test_heads_that_groups_cannot_share_are_refused(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("/nowhere/model",), "there is no folder '/nowhere/model'"),
-        (("nobody/no-such-model",), "cannot read the configuration of 'nobody/no-such-model'"),
+        (("nobody/no-such-model",), "cannot read the configuration of 'nobody/no-such-model': "),
+        (("qwen35",), "of 'qwen35' (sample models: nemotron_h, nemotron_h_draft, qwen3_5, qwen3_5_draft): "),
         (("qwen3_5", "--checkpoint", "int4"), "checkpoint must be one of"),
         (("qwen3_5", "--readout", "fp8_sr"), "readout must be"),
         (("qwen3_5", "--decay-skip", "1"), "decay_skip must lie in"),

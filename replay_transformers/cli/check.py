@@ -20,7 +20,7 @@ from replay_transformers.cli.check_memory import (
     weight_bytes,
 )
 from replay_transformers.cli.check_places import Places, largest_batch, place_model
-from replay_transformers.cli.loading import DTYPES, CommandError, first_line, looks_local, replay_config
+from replay_transformers.cli.loading import DTYPES, CommandError, first_line, looks_local, replay_config, sample_hint
 from replay_transformers.config import MOST_RECORDS
 from replay_transformers.cursor import WRITE_THROUGH_BYTES
 from replay_transformers.geometry import STATE_SPACE, LayerGeometry, text_config
@@ -163,7 +163,8 @@ def _meta_model(question: Question) -> Any:
     except CommandError:
         raise
     except Exception as error:  # values that nobody has looked at fail anywhere in a model's own code
-        raise CommandError(f"cannot read the configuration of {source!r}: {first_line(error)}") from error
+        what = f"the configuration of {source!r}{sample_hint(source)}"
+        raise CommandError(f"cannot read {what}: {first_line(error)}") from error
 
 
 def _own_dtype(config: Any) -> torch.dtype:

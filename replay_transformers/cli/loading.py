@@ -12,7 +12,7 @@ from replay_transformers.config import ReplayConfig
 from replay_transformers.geometry import layer_geometries
 from replay_transformers.samples import SAMPLE_MODELS
 
-__all__ = ["DTYPES", "CommandError", "Loaded", "first_line", "load", "looks_local", "replay_config"]
+__all__ = ["DTYPES", "CommandError", "Loaded", "first_line", "load", "looks_local", "replay_config", "sample_hint"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -65,8 +65,7 @@ def load(source: str | Path, dtype: str, device: str | None) -> Loaded:
         tokenizer = AutoTokenizer.from_pretrained(source)
         model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype])
     except (OSError, ValueError, KeyError, ImportError, NotImplementedError, RuntimeError, SafetensorError) as error:
-        hint = "" if "/" in str(source) or folder.is_dir() else f" (sample models: {', '.join(SAMPLE_MODELS)})"
-        raise CommandError(f"cannot load {str(source)!r}{hint}: {first_line(error)}") from error
+        raise CommandError(f"cannot load {str(source)!r}{sample_hint(source)}: {first_line(error)}") from error
     if len(tokenizer) == 0:
         raise CommandError(f"there is no tokenizer in {str(source)!r}")
     return Loaded(folder.resolve().name if folder.is_dir() else str(source), model.to(place).eval(), tokenizer)
@@ -78,6 +77,11 @@ def replay_config(settings: dict[str, Any]) -> ReplayConfig:
         return ReplayConfig(**settings)
     except (ValueError, NotImplementedError) as error:
         raise CommandError(str(error)) from error
+
+
+def sample_hint(source: str | Path) -> str:
+    """The names of the sample models, for what may be a misspelt one; else nothing."""
+    return "" if "/" in str(source) or Path(source).is_dir() else f" (sample models: {', '.join(SAMPLE_MODELS)})"
 
 
 def looks_local(source: str | Path) -> bool:
