@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from replay_transformers.kernels.gated_delta.update import NORM_EPSILON
+from replay_transformers.kernels.overlap import wait_for_previous
 from replay_transformers.kernels.tiles import (
     MIN_RECORDS,
     RECORDS,
@@ -123,11 +124,12 @@ def _places(block, begin, first, WIDTH: tl.constexpr, STATES: tl.constexpr, BLOC
 def _tile(
     block, keys, values, solution, start, count, first,
     WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PART: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PART: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Fold the ``count`` oldest records into ``block``, ``[STATES, BLOCK_V]``, which begins with the channel ``first``.
 
-    It stays in registers, in parts of PART states and transposed: so it enters products as it leaves them.
+    It stays in registers, in parts of PART states and transposed: so it enters products as it leaves them. With
+    OVERLAPS the step may still run while it is read.
     """
     m = tl.arange(0, BLOCK_V)
     c = m // RECORDS * RECORDS + m % 8 * 2 + m // 8 % 2  # as the rows of a product are numbered
@@ -136,6 +138,8 @@ def _tile(
         place, ok = _places(block, begin, first, WIDTH, STATES, BLOCK_V, PART)
         part = tl.permute(tl.load(place, mask=ok, other=0.0).to(tl.float32), (2, 5, 1, 3, 0, 4))
         parts += (tl.reshape(part, [BLOCK_V, PART]),)  # type: ignore[assignment]
+    if OVERLAPS:
+        wait_for_previous()
     c_ok = inside(first + c, WIDTH, BLOCK_V)
     parts = advanced(
         parts, keys, values, solution, start, count, c, c_ok, WIDTH, STATES, CAPACITY, BLOCK_V, BLOCK_K, BLOCK_R, PART
@@ -186,11 +190,12 @@ def gated_delta_fold(
     state, ring_k, ring_v, solution, cursor, folds, rows,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, STATES: tl.constexpr, CAPACITY: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PART: tl.constexpr, STAGES: tl.constexpr,
-    LIST: tl.constexpr,
+    LIST: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """LIST: rows whose tiles a program shares with those beside it; PART: rows of a tile that enter one product.
 
-    STAGES: tiles that are under way at a time.
+    STAGES: tiles that are under way at a time. OVERLAPS: it begins while the step ends. The step has let it begin when
+    what came before the step had ended: which rows are due and where, and their states, are known then.
     """
     tiles: tl.constexpr = (WIDTH + BLOCK_V - 1) // BLOCK_V
     due = due_rows(folds, cursor, rows, tl.program_id(1), LIST)
@@ -202,5 +207,7 @@ def gated_delta_fold(
         block, values = state + (row_head * (STATES * WIDTH) + first), ring_v + (row_head * (CAPACITY * WIDTH) + first)
         _tile(
             block, keys, values, solution + row_head * (BLOCK_R // RECORDS * SOLUTION), start, count, first,
-            WIDTH, STATES, CAPACITY, BLOCK_V, BLOCK_K, BLOCK_R, PART,
+            WIDTH, STATES, CAPACITY, BLOCK_V, BLOCK_K, BLOCK_R, PART, OVERLAPS,
         )  # fmt: skip
+    if OVERLAPS:
+        wait_for_previous()  # also without a tile: what comes next waits for this kernel only

@@ -165,13 +165,14 @@ def gated_delta_step(
     BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, AGES: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_T: tl.constexpr, FOLD_FIRST: tl.constexpr, SKIP: tl.constexpr, OVERLAPS: tl.constexpr,
-    SOLVERS: tl.constexpr, LIST: tl.constexpr,
+    SOLVERS: tl.constexpr, LIST: tl.constexpr, LEADS: tl.constexpr,
 ):  # fmt: skip
     """ROWS, CHUNK, STAGES: how the state is read, see `read`; AGES: records that are read at a time.
 
     FOLD_FIRST: rows that are due have been folded. SKIP: heads whose states count for nothing in this step do not read
     them. OVERLAPS: it begins while the kernel before it ends. SOLVERS: so many programs more, the first ones, solve for
-    what the fold of the rows that are due needs, while the others wait for memory.
+    what the fold of the rows that are due needs, while the others wait for memory. LEADS: the fold behind it begins
+    while it ends.
     """
     program = tl.program_id(0) - SOLVERS
     if SOLVERS > 0:
@@ -211,6 +212,8 @@ def gated_delta_step(
         value = tl.load(new_v, mask=out_ok, other=0.0)
         if OVERLAPS:
             wait_for_previous()
+        if LEADS:
+            launch_next()
         start, past, folded = _cursor_of(cursor, row, FOLD_FIRST)
         d = deltas_of_records(ring_d + records, start, folded, past, age, p, p_ok, WIDTH, CAPACITY)
         known_k = tl.sum(d.to(tl.float32) * tl.load(factors + age)[:, None], 0)
@@ -232,6 +235,8 @@ def gated_delta_step(
         )  # fmt: skip
         if OVERLAPS:
             wait_for_previous()
+        if LEADS:
+            launch_next()
         start, past, folded = _cursor_of(cursor, row, FOLD_FIRST)
         answer_k = tl.load(gains, mask=token_ok, other=0.0)[:, None] * carried_k
         answer_q = tl.load(gains + TOKENS, mask=token_ok, other=0.0)[:, None] * carried_q

@@ -22,7 +22,8 @@ A state in a format of more than a dtype, or beside a copy that is read, has ker
 (`stored`). Its rows that are due are folded before they are read, so that what is read of them is what was just stored;
 ``gated_delta_prepare`` solves for them.
 
-Where the GPU can do so (`overlap`), the step begins while ``gated_delta_prepare`` ends, and reads the checkpoint.
+Where the GPU can do so (`overlap`), the step begins while ``gated_delta_prepare`` ends, and reads the checkpoint, and
+``gated_delta_fold`` while the step ends.
 
 Everything is computed in float32; products on matrix units are exact where one side is bfloat16, else of three products
 of tf32 each. One token is answered without them, since its step is bound by memory.
@@ -107,6 +108,7 @@ def _run(
     skips = precision is not None and precision.decay_skip > 0
     folds_first = fold and precision is not None
     early = {} if folds_first else overlapping(device)
+    leads = bool(early) and fold and precision is None
     # many tokens take the registers that the solvers would need
     solvers = min(SOLVERS, rows * heads) if fold and precision is None and tokens == 1 else 0
 
@@ -157,7 +159,7 @@ def _run(
         gated_delta_step[(solvers + rows * heads * triton.cdiv(width, block_v),)](
             source[0], *operands, ring_k, ring_g, ring_beta, solution, folds, rows, BLOCK_V=block_v,
             AGES=MIN_RECORDS, ROWS=under_way, CHUNK=min(CHUNK, block_k), STAGES=STAGES, FOLD_FIRST=folds_first,
-            SOLVERS=solvers, LIST=LIST, **step_sizes, **sizes, num_warps=chosen.warps, **early,
+            SOLVERS=solvers, LIST=LIST, LEADS=leads, **step_sizes, **sizes, num_warps=chosen.warps, **early,
         )  # fmt: skip
     else:
         form = precision.read.kernels()
@@ -170,7 +172,7 @@ def _run(
     if fold and precision is None:
         gated_delta_fold[fold_grid](
             checkpoint[0], ring_k, ring_v, solution, cursor, folds, rows, PART=min(FOLD_PART, block_k),
-            **fold_sizes, **sizes, num_warps=fold_warps,
+            OVERLAPS=leads, **fold_sizes, **sizes, num_warps=fold_warps, **early,
         )  # fmt: skip
     return y
 
