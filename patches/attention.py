@@ -71,7 +71,7 @@ def few_query_attention(
     if attention_mask is not None and attention_mask.shape[2] > 1:
         attention_mask = attention_mask.repeat(1, 1, heads // key.shape[1], 1)
     query = query.reshape(rows, key.shape[1], -1, query.shape[-1])
-    pieces = pieces_for(query, key, attention_mask) if not dropout else 1
+    pieces = pieces_for(query, key, value, attention_mask) if not dropout else 1
     if pieces > 1 and attention_mask is not None:
         output = attend_in_pieces(query, key, value, attention_mask, scaling, pieces)
     else:

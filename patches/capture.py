@@ -108,8 +108,7 @@ class _Step:
                     if not self.may_fail:
                         raise
                     self.runs_plainly = True
-                    cause = error.__context__ or error  # ending a capture that the forward broke raises as well
-                    logger.warning("CUDA graphs: a forward cannot be captured, running without them: %s", cause)
+                    logger.warning("CUDA graphs: a forward cannot be captured, running without them: %s", error)
                     return self.function(*inputs)
             assert self.replay is not None
             for buffer, value in zip(self.buffers, moving, strict=True):
@@ -159,12 +158,19 @@ def record(function: Function, inputs: Sequence[torch.Tensor]) -> tuple[Sequence
     capturing = torch.cuda.graph(graph, pool=pool, stream=_stream(device), capture_error_mode="thread_local")
     # the inner stream context is not left where ending the capture raises, the outer one is
     with _one_at_a_time, torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
+        broken: RuntimeError | None = None
         try:
             with _own_workspaces(), capturing:
-                outputs = function(*inputs)
+                try:
+                    outputs = function(*inputs)
+                except RuntimeError as error:
+                    broken = error
+                    raise
         except RuntimeError:
             if not _has_ended(graph):
                 _after_failure(graph, device, pool)
+            if broken is not None:  # ending a capture that the function broke raises as well, and says less
+                raise broken from None
             raise
     return outputs, graph.replay
 

@@ -16,7 +16,15 @@ from replay_transformers import ReplayConfig, cursor
 from replay_transformers.cli.check_memory import Load, predict_peak
 from replay_transformers.cursor import Cursor
 from scripts.benchmarks import largest_batch
-from scripts.benchmarks.generate_cells import EAGER, Cell, Settings, all_cells, generate_arguments, measure_cell
+from scripts.benchmarks.generate_cells import (
+    EAGER,
+    Cell,
+    Settings,
+    all_cells,
+    generate_arguments,
+    matching,
+    measure_cell,
+)
 from scripts.benchmarks.largest_batch import (
     MOST_ROWS,
     UNFINISHED,
@@ -122,6 +130,8 @@ def test_precisions_are_in_the_key() -> None:
     assert {key for key in both if "graphs" in key} == {
         f"tiny-nemotron-h/replay_static_graphs@{label}/b2/p64" for label in ("float32/fp8/s0.001", "fp8")
     }
+    searches = [LargestBatch(MODEL, "replay", batch, 64) for batch in (16, 512)]
+    assert matching(searches, None) == searches[:1], "where it begins makes no other search"
     assert LargestBatch(MODEL, "static", 256, 64, one).key == "tiny-nemotron-h/static/largest/p64"
     arguments = generate_arguments(Cell(MODEL, "replay_static_window_1", 2, 64, one), Settings())
     chosen = {"checkpoint": "float32", "readout": "fp8", "decay_skip": 0.001, "window": 1}

@@ -142,8 +142,10 @@ def all_cells(
 
 
 def matching(cells: list[AnyCell], only: list[str] | None) -> list[AnyCell]:
-    """The cells whose key a pattern of ``only`` matches, each once; all without patterns."""
-    named = {cell.key: cell for cell in cells}  # stock's are the same whatever the precision of a replay cache
+    """The cells whose key a pattern of ``only`` matches, the first of each key; all without patterns."""
+    named: dict[str, AnyCell] = {}
+    for cell in cells:  # stock's do not depend on the precision of a replay cache, nor a search on where it begins
+        named.setdefault(cell.key, cell)
     return [cell for key, cell in named.items() if not only or any(fnmatch.fnmatch(key, f"*{part}*") for part in only)]
 
 

@@ -28,4 +28,4 @@ def test_equals_the_original(
         truth, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=head_dim**-0.5)
         got, _ = few_query_attention(module, query, key, value, mask, scaling=head_dim**-0.5, **{REPLAY_FLAG: True})
     torch.testing.assert_close(got, truth, rtol=0, atol=TOLERANCES[dtype])
-    assert (pieces_for(query, key, mask) > 1) is (length >= LEAST_KEYS)
+    assert (pieces_for(query, key, value, mask) > 1) is (length >= LEAST_KEYS)
