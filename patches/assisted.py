@@ -62,6 +62,11 @@ def _validate_mode(original: Callable[..., Any], settings: GenerateSettings, fam
         assistant, is_ours = mode_kwargs.get("assistant_model"), isinstance(self, families)
         repeats = generation_config.num_return_sequences
         if is_ours and generation_mode == ASSISTED:
+            if assistant is not None and not hasattr(assistant, "config"):
+                raise ValueError(
+                    f"assistant_model must be a model, got {assistant!r}: load one with "
+                    "AutoModelForCausalLM.from_pretrained"
+                )
             check_drafter(self, generation_config)
             generation_config.num_return_sequences = 1  # more are a batch, which transformers' own loop cannot take
         try:

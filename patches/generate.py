@@ -33,6 +33,7 @@ __all__ = [
 
 GROWING_NAME, STATIC_NAME = "replay", "replay_static"
 CACHE_NAMES = (GROWING_NAME, STATIC_NAME)
+SLOTS = 64
 
 logger = logging.getLogger(__name__)
 
@@ -154,9 +155,8 @@ def wrap_prepare_cache(original: Callable[..., Any], settings: GenerateSettings)
                 )  # fmt: skip
             return original(self, generation_config, model_kwargs, *rest, **kwargs)
 
-        if generation_config.max_cache_len is not None:
-            max_cache_length = max(max_cache_length, generation_config.max_cache_len)
-        cache = _borrow(self, settings, generation_config, rows, max_cache_length if name == STATIC_NAME else None)
+        slots = _slots(generation_config.max_cache_len, max_cache_length) if name == STATIC_NAME else None
+        cache = _borrow(self, settings, generation_config, rows, slots)
         _check_drafter(call, generation_mode, cache.replay_config, rows)
         generation_config.compile_config = with_own_backend(generation_config.compile_config)
         if generation_config.is_assistant:
@@ -165,6 +165,11 @@ def wrap_prepare_cache(original: Callable[..., Any], settings: GenerateSettings)
         return None
 
     return prepare
+
+
+def _slots(asked: int | None, needed: int) -> int:
+    """Of a fixed cache: what was asked for, else a multiple of `SLOTS`, so that calls of similar length share one."""
+    return max(asked, needed) if asked is not None else -(-needed // SLOTS) * SLOTS
 
 
 def _is_for_replay(settings: Any) -> bool:
@@ -223,6 +228,7 @@ def borrow(
     key = (rows, replay_config, max_cache_len, model.dtype, model.device, layers)
     cache = settings.pool.take(model, key)
     if cache is None:
+        settings.pool.make_room(model)
         cache = ReplayCache(model.config, replay_config, max_cache_len=max_cache_len)
         if max_cache_len is not None and is_on_one_device(model):
             cache.allocate(rows, model.dtype, model.device)

@@ -36,8 +36,17 @@ class Pool(Generic[Kept]):
             idle = self._idle.setdefault(model, {})
             idle.pop(key, None)
             idle[key] = kept
-            while len(idle) > self.per_model:
-                del idle[next(iter(idle))]
+            self._drop(idle, self.per_model)
+
+    def make_room(self, model: Any) -> None:
+        """Free what would have to go for another one of this model, before that one is built."""
+        with self._lock:
+            self._drop(self._idle.get(model, {}), self.per_model - 1)
+
+    @staticmethod
+    def _drop(idle: dict[Hashable, Kept], most: int) -> None:
+        while len(idle) > most:
+            del idle[next(iter(idle))]
 
     def clear(self) -> None:
         """Free everything that is idle."""

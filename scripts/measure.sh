@@ -6,11 +6,13 @@
 # Parts, in their order: kernels, precisions, generate, largest, speculation, text, divergence, tables (the plots in docs/
 # and the tables of the README); and gpus, for two GPUs or more, which runs only if it is named. MINUTES= ends each
 # benchmark after so much time, REDO=1 measures anew what the files have, MAMBA_SSM= names the folder mamba_ssm of
-# mamba-ssm's sources, PYTHON= an interpreter that has the package.
+# mamba-ssm's sources, PYTHON= an interpreter that has the package (by default .venv/bin/python, or python3
+# where there is none).
 
 source "$(dirname "$0")/lib.sh"
 
 python=${PYTHON:-.venv/bin/python}
+[[ -n ${PYTHON:-} || -x $python ]] || python=python3
 common=(${MINUTES:+--minutes "$MINUTES"} ${REDO:+--redo})
 stock=(${MAMBA_SSM:+--mamba-ssm-source "$MAMBA_SSM"})
 small=(--preset nemotron-3-nano-4b --preset qwen3.5-4b)

@@ -232,7 +232,11 @@ def unsupported(tmp_path: Path) -> Path:
         ("/nowhere/model", (), "there is no folder '/nowhere/model'"),
         ("./model", (), "there is no folder './model'"),
         ("nobody/no-such-model", (), "cannot load 'nobody/no-such-model': "),
-        ("qwen35", (), "cannot load 'qwen35' (sample models: nemotron_h, nemotron_h_draft, qwen3_5, qwen3_5_draft): "),
+        (
+            "qwen35",
+            (),
+            "there is no model 'qwen35'; the sample models are nemotron_h, nemotron_h_draft, qwen3_5, qwen3_5_draft",
+        ),
         ("llama", (), "does not support model type 'llama'"),
         ("empty", (), "cannot load"),
         ("qwen3_5", ("--device", "nonsense"), "cannot use device 'nonsense'"),

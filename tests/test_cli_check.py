@@ -121,7 +121,10 @@ def test_heads_that_groups_cannot_share_are_refused(tmp_path: Path) -> None:
     [
         (("/nowhere/model",), "there is no folder '/nowhere/model'"),
         (("nobody/no-such-model",), "cannot read the configuration of 'nobody/no-such-model': "),
-        (("qwen35",), "of 'qwen35' (sample models: nemotron_h, nemotron_h_draft, qwen3_5, qwen3_5_draft): "),
+        (
+            ("qwen35",),
+            "there is no model 'qwen35'; the sample models are nemotron_h, nemotron_h_draft, qwen3_5, qwen3_5_draft",
+        ),
         (("qwen3_5", "--checkpoint", "int4"), "checkpoint must be one of"),
         (("qwen3_5", "--readout", "fp8_sr"), "readout must be"),
         (("qwen3_5", "--decay-skip", "1"), "decay_skip must lie in"),

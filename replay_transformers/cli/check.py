@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from replay_transformers.cli.check_memory import (
     weight_bytes,
 )
 from replay_transformers.cli.check_places import Places, largest_batch, place_model
-from replay_transformers.cli.loading import DTYPES, CommandError, first_line, looks_local, replay_config, sample_hint
+from replay_transformers.cli.loading import DTYPES, CommandError, check_source, first_line, replay_config
 from replay_transformers.config import MOST_RECORDS
 from replay_transformers.cursor import WRITE_THROUGH_BYTES
 from replay_transformers.geometry import STATE_SPACE, LayerGeometry, text_config
@@ -153,8 +152,7 @@ def _predict(found: Check, model: Any, load: Load) -> None:
 def _meta_model(question: Question) -> Any:
     """The model without weights, in eval mode."""
     source = question.source
-    if looks_local(source) and not Path(source).is_dir():
-        raise CommandError(f"there is no folder {source!r}")
+    check_source(source)
     try:
         config: Any = AutoConfig.from_pretrained(source)
         dtype = DTYPES[question.dtype] if question.dtype else _own_dtype(config)
@@ -163,8 +161,7 @@ def _meta_model(question: Question) -> Any:
     except CommandError:
         raise
     except Exception as error:  # values that nobody has looked at fail anywhere in a model's own code
-        what = f"the configuration of {source!r}{sample_hint(source)}"
-        raise CommandError(f"cannot read {what}: {first_line(error)}") from error
+        raise CommandError(f"cannot read the configuration of {source!r}: {first_line(error)}") from error
 
 
 def _own_dtype(config: Any) -> torch.dtype:

@@ -1,6 +1,7 @@
 """Loads what a command works on, and turns what can go wrong into one line."""
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from replay_transformers.config import ReplayConfig
 from replay_transformers.geometry import layer_geometries
 from replay_transformers.samples import SAMPLE_MODELS
 
-__all__ = ["DTYPES", "CommandError", "Loaded", "first_line", "load", "looks_local", "replay_config", "sample_hint"]
+__all__ = ["DTYPES", "CommandError", "Loaded", "check_source", "first_line", "load", "replay_config"]
 
+LIKENESS = 0.75  # of two names, as difflib measures it
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -58,14 +60,13 @@ def load(source: str | Path, dtype: str, device: str | None) -> Loaded:
         CommandError: it cannot be loaded, or is not supported.
     """
     place, folder = _device(device), Path(source)
-    if looks_local(source) and not folder.is_dir():
-        raise CommandError(f"there is no folder {str(source)!r}")
+    check_source(source)
     try:
         layer_geometries(AutoConfig.from_pretrained(source))
         tokenizer = AutoTokenizer.from_pretrained(source)
         model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype])
     except (OSError, ValueError, KeyError, ImportError, NotImplementedError, RuntimeError, SafetensorError) as error:
-        raise CommandError(f"cannot load {str(source)!r}{sample_hint(source)}: {first_line(error)}") from error
+        raise CommandError(f"cannot load {str(source)!r}: {first_line(error)}") from error
     if len(tokenizer) == 0:
         raise CommandError(f"there is no tokenizer in {str(source)!r}")
     return Loaded(folder.resolve().name if folder.is_dir() else str(source), model.to(place).eval(), tokenizer)
@@ -79,9 +80,13 @@ def replay_config(settings: dict[str, Any]) -> ReplayConfig:
         raise CommandError(str(error)) from error
 
 
-def sample_hint(source: str | Path) -> str:
-    """The names of the sample models, for what may be a misspelt one; else nothing."""
-    return "" if "/" in str(source) or Path(source).is_dir() else f" (sample models: {', '.join(SAMPLE_MODELS)})"
+def check_source(source: str | Path) -> None:
+    """Raise CommandError for a folder that is not there or a misspelt sample model: nobody asks the hub for those."""
+    if looks_local(source):
+        if not Path(source).is_dir():
+            raise CommandError(f"there is no folder {str(source)!r}")
+    elif get_close_matches(str(source), SAMPLE_MODELS, n=1, cutoff=LIKENESS):
+        raise CommandError(f"there is no model {str(source)!r}; the sample models are {', '.join(SAMPLE_MODELS)}")
 
 
 def looks_local(source: str | Path) -> bool:

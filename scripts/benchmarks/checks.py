@@ -10,8 +10,8 @@ from replay_transformers.kernels.formats import StoredState
 from replay_transformers.kernels.formats.rounding import LOW, philox
 from replay_transformers.kernels.formats.stored import State, readable
 
-from .eager import EAGER, NORM_EPSILON, EagerOperator, Tensors, Tile
-from .operators import OPERANDS, ReplayLayer
+from .eager import EAGER, NORM_EPSILON, EagerOperator, Tile
+from .operators import OPERANDS, ReplayLayer, Tensors
 
 # Largest error relative to the largest value. float32: many sums of rounded products. The narrow ones: one rounding of
 # the result, or a truncation in Triton's interpreter.

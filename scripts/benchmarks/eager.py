@@ -14,12 +14,12 @@ import triton.language as tl
 
 from replay_transformers.geometry import LayerGeometry
 
+from .operators import Tensors
+
 NORM_EPSILON = 1e-6  # inside the square root, as in transformers and flash-linear-attention
 FEWEST_VALUES_PER_THREAD, MOST_VALUES_PER_THREAD = 8, 128
 WARPS = (1, 2, 4, 8)
 TILE_ROWS = (4, 8, 16, 32, 64, 128)
-
-Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)

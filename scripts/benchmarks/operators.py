@@ -12,7 +12,6 @@ from replay_transformers.kernels.formats import FORMATS, Format, PlainFormat, St
 from replay_transformers.kernels.formats.stored import State
 from replay_transformers.kernels.ring import gather_records, live_records, record_slots
 
-from .eager import Tensors
 from .precision_grid import Setting
 
 TIME_STEPS = (1e-3, 1e-1)  # the shortest and the longest
@@ -23,6 +22,9 @@ SEED = 5 << 32 | 11  # of stochastic rounding
 FILLED_ROWS = 16  # at a time: encoding takes several tensors of the state's size
 OPERANDS = {"mamba2": ("x", "dt", "B", "C", "A", "D"), "gated_delta": ("q", "k", "v", "g", "beta")}
 PHASES = 16  # of the flush cycle over which layers rotate, so that even one row is measured in all of them
+
+
+Tensors = dict[str, torch.Tensor]
 
 
 @dataclass

@@ -17,8 +17,8 @@ REAL_COLUMNS = (
     "over plain", "texts equal",
 )  # fmt: skip
 SUMMARY_COLUMNS = (
-    "model", "batch", "T", "accepted", "tokens/s", "over the fastest without drafts", "over snapshots", "peak GiB",
-    "with snapshots",
+    "model", "batch", "T", "accepted", "tokens/s", "over the fastest measured without drafts", "over snapshots",
+    "peak GiB", "with snapshots",
 )  # fmt: skip
 REFERENCES = (*PLAIN, "snapshots")
 

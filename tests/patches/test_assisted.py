@@ -177,6 +177,12 @@ def test_an_assistant_with_another_vocabulary_needs_tokenizers() -> None:
 
 
 @pytest.mark.usefixtures("enabled")
+def test_an_assistant_that_is_a_name() -> None:
+    with pytest.raises(ValueError, match=r"assistant_model must be a model, got 'a/name': load one with"):
+        generate(tiny("qwen3_5"), assistant_model="a/name", prompt_lookup_num_tokens=None, **REPLAY)
+
+
+@pytest.mark.usefixtures("enabled")
 def test_another_vocabulary_hides_no_other_error() -> None:
     arguments = {"prompt_lookup_num_tokens": None, "num_beams": 2, "streamer": object(), **REPLAY}
     with pytest.raises(ValueError, match="`streamer` cannot be used with beam search"):

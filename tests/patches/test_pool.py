@@ -259,6 +259,33 @@ def test_max_cache_len_sizes_the_fixed_cache() -> None:
     assert torch.equal(model.generate(**inputs, max_new_tokens=10, do_sample=False, **{CACHE_ARGUMENT: exact}), truth)
 
 
+def test_prompts_of_similar_length_share_a_fixed_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And give what they give alone."""
+    model, built, build = build_qwen3_5(), [], rt.ReplayCache.allocate
+    monkeypatch.setattr(rt.ReplayCache, "allocate", lambda cache, *rest: built.append(1) or build(cache, *rest))
+    for length in (6, 31, 14, 55, 60):
+        inputs = prompt(2, length, [0, 3])
+        truth = greedy_without_cache(model, inputs["input_ids"], inputs["attention_mask"], 10)
+        assert torch.equal(model.generate(**inputs, **_arguments("replay_static", max_new_tokens=10)), truth)
+    assert len(built) == 2, "up to 64 tokens, and more"
+
+
+def test_there_are_never_more_caches_than_the_pool_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has to go goes before the new one is built."""
+    model, alive, most = build_qwen3_5(), weakref.WeakSet(), []
+    build = rt.ReplayCache.__init__
+
+    def counted(cache: rt.ReplayCache, *args: Any, **more: Any) -> None:
+        alive.add(cache)
+        most.append(len(alive))
+        build(cache, *args, **more)
+
+    monkeypatch.setattr(rt.ReplayCache, "__init__", counted)
+    for length in (64, 128, 192, 256, 320):
+        model.generate(**prompt(1, 6), **_arguments("replay_static", max_cache_len=length))
+    assert most == [1, 2, 2, 2, 2]
+
+
 def test_an_idle_growing_cache_holds_no_keys() -> None:
     model = build_qwen3_5()
     seen = _record_caches(model)
