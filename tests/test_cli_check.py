@@ -253,6 +253,9 @@ def test_layers_that_do_not_fit_the_gpu_are_offloaded() -> None:
     )
     assert {layer["device"] for layer in found["layers"]} == {"cuda:0", "cpu"}
     assert "brought over at every step" in findings(found, "no gain")
+    where = ", wherever the weights are: "
+    assert where in run("qwen3_5", "--device-map", "auto", "--memory", "0.005").output
+    assert where not in run("qwen3_5", "--device-map", "auto", "--memory", "1").output
 
 
 @pytest.mark.core

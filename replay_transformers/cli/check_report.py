@@ -84,9 +84,11 @@ def _memory(check: Check) -> Iterator[str]:
     if check.batch is not None:
         yield f"largest batch that fits, prompts of {question.prompt} tokens: {check.batch}"
     if check.peak is not None:
-        peak = check.peak
+        peak, places = check.peak, check.places
+        are_several = places is not None and bool(places.offloaded or len(places.running) > 1)
+        where = ", wherever the weights are" if are_several else ""
         yield (
-            f"at the peak of a batch of {peak.rows}: {peak.total / GIB:.2f} GiB = weights {peak.weights / GIB:.2f}, "
+            f"at the peak of a batch of {peak.rows}{where}: {peak.total / GIB:.2f} GiB = weights {peak.weights / GIB:.2f}, "
             f"cache {sum(peak.cache.values()) / GIB:.2f}, activations of the prompt {peak.prefill / GIB:.2f} "
             f"or of a step {peak.step / GIB:.2f}, whichever is larger (logits: {peak.logits / GIB:.2f})"
         )
