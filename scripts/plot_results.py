@@ -102,9 +102,13 @@ def main(
 
 
 def newest(benchmark: str) -> Path | None:
-    """The results file written last."""
-    files = sorted(RESULTS.glob(f"{benchmark}-*.json"), key=lambda path: path.stat().st_mtime)
-    return files[-1] if files else None
+    """The results file measured last; of one day the one with more cells."""
+
+    def age(path: Path) -> tuple[str, int]:
+        data = json.loads(path.read_text())
+        return max((where["date"] for where in data["environments"]), default=""), len(data["cells"])
+
+    return max(RESULTS.glob(f"{benchmark}-*.json"), key=age, default=None)
 
 
 def caption(data: dict[str, Any]) -> str:

@@ -88,9 +88,10 @@ def _memory(check: Check) -> Iterator[str]:
         are_several = places is not None and bool(places.offloaded or len(places.running) > 1)
         where = ", wherever the weights are" if are_several else ""
         yield (
-            f"at the peak of a batch of {peak.rows}{where}: {peak.total / GIB:.2f} GiB = weights {peak.weights / GIB:.2f}, "
-            f"cache {sum(peak.cache.values()) / GIB:.2f}, activations of the prompt {peak.prefill / GIB:.2f} "
-            f"or of a step {peak.step / GIB:.2f}, whichever is larger (logits: {peak.logits / GIB:.2f})"
+            f"at the peak of a batch of {peak.rows}{where}: {peak.total / GIB:.2f} GiB = "
+            f"weights {peak.weights / GIB:.2f}, cache {sum(peak.cache.values()) / GIB:.2f}, "
+            f"activations of the prompt {peak.prefill / GIB:.2f} or of a step {peak.step / GIB:.2f}, "
+            f"whichever is larger (logits: {peak.logits / GIB:.2f})"
         )
 
 
