@@ -20,6 +20,7 @@ from replay_transformers.patches.capture import with_own_backend
 from replay_transformers.patches.placement import is_on_one_device
 from replay_transformers.patches.pool import CachePool, Pool
 from replay_transformers.patches.versions import cache_argument, generate_cache_name
+from replay_transformers.ragged import width_for
 
 __all__ = [
     "CACHE_NAMES",
@@ -33,7 +34,6 @@ __all__ = [
 
 GROWING_NAME, STATIC_NAME = "replay", "replay_static"
 CACHE_NAMES = (GROWING_NAME, STATIC_NAME)
-SLOTS = 64
 
 logger = logging.getLogger(__name__)
 
@@ -168,8 +168,8 @@ def wrap_prepare_cache(original: Callable[..., Any], settings: GenerateSettings)
 
 
 def _slots(asked: int | None, needed: int) -> int:
-    """Of a fixed cache: what was asked for, else a multiple of `SLOTS`, so that calls of similar length share one."""
-    return max(asked, needed) if asked is not None else -(-needed // SLOTS) * SLOTS
+    """Of a fixed cache: what was asked for, else rounded up, so that calls of similar length share one."""
+    return max(asked, needed) if asked is not None else width_for(needed)
 
 
 def _is_for_replay(settings: Any) -> bool:
@@ -228,7 +228,6 @@ def borrow(
     key = (rows, replay_config, max_cache_len, model.dtype, model.device, layers)
     cache = settings.pool.take(model, key)
     if cache is None:
-        settings.pool.make_room(model)
         cache = ReplayCache(model.config, replay_config, max_cache_len=max_cache_len)
         if max_cache_len is not None and is_on_one_device(model):
             cache.allocate(rows, model.dtype, model.device)

@@ -26,9 +26,16 @@ class Pool(Generic[Kept]):
         self._idle: weakref.WeakKeyDictionary[Any, dict[Hashable, Kept]] = weakref.WeakKeyDictionary()
 
     def take(self, model: Any, key: Hashable) -> Kept | None:
-        """Remove and return what is idle of this model and shape; None if there is nothing."""
+        """Remove and return what is idle of this model and shape.
+
+        None if there is nothing: what would have to go for the one that is built instead is freed before that.
+        """
         with self._lock:
-            return self._idle.get(model, {}).pop(key, None)
+            idle = self._idle.get(model, {})
+            kept = idle.pop(key, None)
+            if kept is None:
+                self._drop(idle, self.per_model - 1)
+            return kept
 
     def give_back(self, model: Any, key: Hashable, kept: Kept) -> None:
         """Make it available to later calls."""
@@ -37,11 +44,6 @@ class Pool(Generic[Kept]):
             idle.pop(key, None)
             idle[key] = kept
             self._drop(idle, self.per_model)
-
-    def make_room(self, model: Any) -> None:
-        """Free what would have to go for another one of this model, before that one is built."""
-        with self._lock:
-            self._drop(self._idle.get(model, {}), self.per_model - 1)
 
     @staticmethod
     def _drop(idle: dict[Hashable, Kept], most: int) -> None:

@@ -8,7 +8,7 @@ import torch
 
 __all__ = ["as_attention_takes_it", "visible", "width_for", "write_behind"]
 
-# Buffers grow by so many slots, so that few steps copy them.
+# Buffers grow by so many slots, so that few steps copy them, and fixed ones of similar size are alike.
 WIDTH_STEP = 64
 
 MASKED_IN_SCORES = ("eager",)  # attention that adds the mask to its scores; `sdpa` takes what may be seen

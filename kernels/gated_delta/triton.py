@@ -106,11 +106,11 @@ def _run(
     share, block_v = heads_per_program(chosen.share, group), min(chosen.block, power_of_two(width))
     block_v, block_k = max(block_v, LEAST_CHANNELS), max(power_of_two(states), LEAST_DEPTH)
     skips = precision is not None and precision.decay_skip > 0
-    folds_first = fold and precision is not None
+    folds_first, folds_last = fold and precision is not None, fold and precision is None
     early = {} if folds_first else overlapping(device)
-    leads = bool(early) and fold and precision is None
+    leads = bool(early) and folds_last
     # many tokens take the registers that the solvers would need
-    solvers = min(SOLVERS, rows * heads) if fold and precision is None and tokens == 1 else 0
+    solvers = min(SOLVERS, rows * heads) if folds_last and tokens == 1 else 0
 
     def scratch(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device=device)
@@ -169,7 +169,7 @@ def _run(
             BLOCK_V=NARROW_BLOCK, TILES=tiles, STAGES=NARROW_STAGES, **step_sizes, **sizes,
             num_warps=NARROW_WARPS, **early,
         )  # fmt: skip
-    if fold and precision is None:
+    if folds_last:
         gated_delta_fold[fold_grid](
             checkpoint[0], ring_k, ring_v, solution, cursor, folds, rows, PART=min(FOLD_PART, block_k),
             OVERLAPS=leads, **fold_sizes, **sizes, num_warps=fold_warps, **early,

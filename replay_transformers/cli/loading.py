@@ -13,7 +13,7 @@ from replay_transformers.config import ReplayConfig
 from replay_transformers.geometry import layer_geometries
 from replay_transformers.samples import SAMPLE_MODELS
 
-__all__ = ["DTYPES", "CommandError", "Loaded", "check_source", "first_line", "load", "replay_config"]
+__all__ = ["DTYPES", "CommandError", "Loaded", "check_source", "first_line", "load", "looks_local", "replay_config"]
 
 LIKENESS = 0.75  # of two names, as difflib measures it
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

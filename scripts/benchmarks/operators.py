@@ -23,7 +23,6 @@ FILLED_ROWS = 16  # at a time: encoding takes several tensors of the state's siz
 OPERANDS = {"mamba2": ("x", "dt", "B", "C", "A", "D"), "gated_delta": ("q", "k", "v", "g", "beta")}
 PHASES = 16  # of the flush cycle over which layers rotate, so that even one row is measured in all of them
 
-
 Tensors = dict[str, torch.Tensor]
 
 

@@ -16,6 +16,7 @@ from replay_transformers.patches.versions import generate_cache_name
 
 from .precision_decay import DecayReader
 from .precision_grid import Setting, bins, place, short
+from .timing import synchronise
 
 BASELINE = Setting("float32")
 BACKENDS = ("cudagraphs", "none")
@@ -141,7 +142,7 @@ def measure_group(
                 if setting in found:
                     del lanes[setting], lane
             if index + 1 in ends:
-                float(reference.likelihood[index, 0])  # waits for the device
+                synchronise([run.ids.device])
                 report(index + 1)
         for lane in (baseline, *lanes.values()):
             if lane.decay is not None:

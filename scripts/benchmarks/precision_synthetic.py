@@ -14,6 +14,7 @@ from replay_transformers.cursor import Cursor
 from replay_transformers.geometry import LayerGeometry
 from replay_transformers.layers import LAYER_CLASSES, ReplayLayer
 
+from .operators import Tensors
 from .precision_grid import Setting, bins, place, short
 
 WINDOWS = 20  # more than half of a state is left after so many
@@ -21,8 +22,6 @@ IMPL = "reference"
 STOCHASTIC = "_sr"
 KINDS = ("mamba2", "gated_delta")
 DIMENSIONS: dict[str, int] = {"heads": 4, "groups": 2, "head_dim": 32, "state_dim": 64, "conv_kernel": 4}
-
-Tensors = dict[str, torch.Tensor]
 
 
 def separate(setting: Setting) -> Setting:

@@ -13,14 +13,11 @@ from torch.nn.functional import scaled_dot_product_attention
 import replay_transformers as rt
 from replay_transformers.patches import attention, long_attention
 from replay_transformers.patches.long_attention import LEAST_KEYS, LEAST_PIECE, PROGRAMS, attend_in_pieces, pieces_for
+from tests.patches.test_attention import HEADS
 from tests.support.models import FAMILIES, greedy_without_cache, prompt
 
 # Outputs near 1, sums of up to 100 products; bfloat16 rounds outputs and probabilities to 2^-9.
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2e-2}
-HEADS = {
-    "qwen3_5": {"num_attention_heads": 4, "num_key_value_heads": 2},
-    "nemotron_h": {"num_attention_heads": 6, "num_key_value_heads": 2},
-}
 
 
 @pytest.mark.core
