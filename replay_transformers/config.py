@@ -118,10 +118,18 @@ class ReplayConfig:
     def capacity(self) -> int:
         """Slots of a ring.
 
-        A step finds at most ``max(window, max_draft + max_step)`` live records and appends ``max_step`` without
-        touching any of them, even where the same launch folds them.
+        A step finds at most ``max_live`` records and appends ``max_step`` without touching any of them, even where the
+        same launch folds them.
         """
-        return max(self.window, self.max_draft + self.max_step) + self.max_step
+        return self.max_live + self.max_step
+
+    @property
+    def max_live(self) -> int:
+        """Most records that a row holds between two forwards.
+
+        A forward that would leave more than ``window`` folds what is committed; at most ``max_draft`` of them are not.
+        """
+        return max(self.window, self.max_draft + self.max_step)
 
 
 def _check_int(name: str, value: Any, minimum: int) -> None:

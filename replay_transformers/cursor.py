@@ -50,7 +50,7 @@ class StepPlan:
         folds: int64 ``[B]``, how many of its oldest records each row folds in this forward: ``committed`` if the row is
             due, else 0. None if none folds any: known on the host, or a forward whose ring is emptied before its scan.
         was_empty: True only if the rings are known to hold no record as a forward with scanned tokens begins.
-        max_records: how many records a row holds at most as the forward begins; None: as many as a ring has room for.
+        max_records: how many records a row holds at most as the forward begins.
         next_layer: position (among the state-space layers) of the layer that runs next.
         copies: the cursor and ``folds`` by device: int64 ``[B]`` tensors ``(base, committed, pending, folds)``.
         starts: the positions of the first new tokens by device; attention layers use them while the cursor is ragged.
@@ -60,7 +60,7 @@ class StepPlan:
     kept: int
     was_empty: bool
     folds: torch.Tensor | None
-    max_records: int | None
+    max_records: int
     next_layer: int = 0
     copies: dict[torch.device, Position] = field(default_factory=dict)
     starts: dict[torch.device, torch.Tensor] = field(default_factory=dict)
@@ -179,7 +179,7 @@ class Cursor:
         # asked for only here: a graph of steps through the ring must not depend on it
         was_empty = kept < tokens and self.empty
         folds = self._folds(committed, pending, tokens) if kept == tokens else None
-        most = None if self.recorded else max(self.config.window, self.config.max_step)
+        most = self.config.max_live if self.recorded else max(self.config.window, self.config.max_step)
         self.plan = StepPlan(tokens, kept, was_empty, folds, most, starts=self._starts_of_this_forward())
         self.plan.copies[committed.device] = (base, committed, pending, folds)
         self.first, self.fresh = self.fresh, False

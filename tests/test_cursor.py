@@ -130,6 +130,7 @@ def test_any_sequence_follows_the_rules(window: int, max_draft: int, actions: li
             assert (plan.folds is None) == (plan.scanned > 0 or not any(due))
             assert plan.folds is None or plan.folds.tolist() == folds
             assert plan.scanned + plan.kept == value
+            assert max(h + u for _, h, u in rows) <= plan.max_records
             assert not cursor.first
             assert where(cursor) == rows, "begin() moves nothing"
             cursor.end()
@@ -146,6 +147,18 @@ def test_any_sequence_follows_the_rules(window: int, max_draft: int, actions: li
         assert where(cursor) == rows
     assert [tensor.data_ptr() for tensor in cursor.tensors()] == addresses
     assert all(tensor.dtype == torch.int64 for tensor in cursor.tensors())
+
+
+@pytest.mark.parametrize(("window", "max_draft", "most"), [(16, 5, 16), (3, 4, 9), (1, 0, 1)])
+def test_kernels_look_at_no_more_records_than_there_can_be(window: int, max_draft: int, most: int) -> None:
+    """While recording: as many as the window, or what cannot be folded and a longest forward; it does occur."""
+    cursor = Cursor(ReplayConfig(window=window, max_draft=max_draft))
+    cursor.recording = True
+    plans = [(cursor.begin(1, 1, CPU).max_records, cursor.end())[0] for _ in range(max(window, max_draft + 1))]
+    assert set(plans) == {most}
+    if most > window:  # a full round that is folded, nothing of it rejected yet
+        forward(cursor, max_draft + 1)
+    assert sum(where(cursor)[0][1:]) == most
 
 
 def test_nothing_is_asked_of_a_device_other_than_the_cpu() -> None:

@@ -30,20 +30,27 @@ def _convolve(
     slot = (at % CAPACITY).to(tl.int32)
     raw = inputs + row * in_row + d * in_channel
     memory = ring + row * (CAPACITY * CHANNELS) + d
+    # all loads come before the first store, which they might alias as far as the compiler knows
+    own, values, factors = (), (), ()
     for t in tl.static_range(TOKENS):
-        total = tl.zeros([BLOCK_D], tl.float32)
-        if HAS_BIAS:
-            total += tl.load(bias + d, mask=ok, other=0.0).to(tl.float32)
+        own += (tl.load(raw + t * in_token, mask=ok, other=0.0),)  # type: ignore[assignment]
+    for tap in tl.static_range(TAPS):
+        factor = tl.load(weight + d * weight_channel + tap * weight_tap, mask=ok, other=0.0)
+        factors += (factor.to(tl.float32),)  # type: ignore[assignment]
+    for age in tl.static_range(1 - TAPS, 0):
+        place = slot + age
+        place = tl.where(place < 0, place + CAPACITY, place)
+        known = tl.load(memory + place * CHANNELS, mask=ok, other=0.0).to(tl.float32)
+        values += (tl.where(at + age >= 0, known, 0.0),)  # type: ignore[assignment]
+    for t in tl.static_range(TOKENS):
+        values += (own[t].to(tl.float32),)  # type: ignore[assignment]
+    start = tl.zeros([BLOCK_D], tl.float32)
+    if HAS_BIAS:
+        start = tl.load(bias + d, mask=ok, other=0.0).to(tl.float32)
+    for t in tl.static_range(TOKENS):
+        total = start
         for tap in tl.static_range(TAPS):
-            factor = tl.load(weight + d * weight_channel + tap * weight_tap, mask=ok, other=0.0).to(tl.float32)
-            if t + tap < TAPS - 1:
-                place = slot + (t + tap - (TAPS - 1))
-                place = tl.where(place < 0, place + CAPACITY, place)
-                value = tl.load(memory + place * CHANNELS, mask=ok, other=0.0).to(tl.float32)
-                value = tl.where(at + (t + tap - (TAPS - 1)) >= 0, value, 0.0)
-            else:
-                value = tl.load(raw + (t + tap - (TAPS - 1)) * in_token, mask=ok, other=0.0).to(tl.float32)
-            total += factor * value
+            total += factors[tap] * values[t + tap]
         if SILU:
             total = total / (1.0 + tl.exp(-total))
         tl.store(out + (row * TOKENS + t) * CHANNELS + d, total.to(out.dtype.element_ty), mask=ok)
@@ -51,7 +58,7 @@ def _convolve(
     for t in tl.static_range(TOKENS):
         place = slot + t
         place = tl.where(place >= CAPACITY, place - CAPACITY, place)
-        tl.store(memory + place * CHANNELS, tl.load(raw + t * in_token, mask=ok), mask=ok)
+        tl.store(memory + place * CHANNELS, own[t], mask=ok)
 
 
 @triton.jit
