@@ -43,7 +43,7 @@ from .several_gpus import devices_of
 from .timing import peak_memory, reset_peaks
 
 MULTIPLE = 8  # of every batch that is tried
-FIRST_STEP, RESOLUTION = 16, 32  # parts of a batch
+RESOLUTION = 32  # parts of a batch; also of the first guess, in the first step from it
 CAREFUL = 0.98  # of what is predicted to fit
 MOST_ROWS = 1 << 16
 UNFINISHED = "searching"
@@ -69,7 +69,7 @@ def next_batch(tried: Tried, start: int) -> int | None:
         return first
     fits = max((int(batch) for batch, times in tried.items() if times), default=0)
     fails = min((int(batch) for batch, times in tried.items() if not times), default=None)
-    step = rounded(first // FIRST_STEP) << (len(tried) - 1)
+    step = rounded(first // RESOLUTION) << (len(tried) - 1)
     if fails is None:
         return min(fits + step, MOST_ROWS) if fits < MOST_ROWS else None
     if not fits and fails - step >= MULTIPLE:
