@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-__all__ = ["DTYPES", "POINTERS", "check_groups", "check_operands", "heads_per_program", "is_far", "power_of_two"]
+__all__ = ["DTYPES", "FAR", "POINTERS", "check_groups", "check_operands", "heads_per_program", "is_far", "power_of_two"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 POINTERS = ("base", "committed", "pending", "folds")

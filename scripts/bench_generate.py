@@ -6,6 +6,7 @@ cache's, on the same tokens, before a cell is timed. With --largest-batch: the l
 was tried; what is already in it is skipped.
 """
 
+import functools
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +16,7 @@ from benchmarks.generate_cells import (
     CONFIGURATIONS,
     FLOAT32,
     SHAPES,
+    STOCK,
     Cell,
     Expected,
     Settings,
@@ -30,7 +32,7 @@ from benchmarks.precision_grid import Setting, parse_precisions
 from benchmarks.presets import Preset, chosen_presets
 from benchmarks.results import Budget, Results, default_path, environment
 from benchmarks.several_gpus import devices_for
-from benchmarks.stock import functions_called, provide_mamba_ssm, require_fast
+from benchmarks.stock import functions_called, provide_mamba_ssm, require_fast, rows_at_once
 from benchmarks.tables import generate_table
 from benchmarks.weights import assert_usable, build_model
 from rich.console import Console
@@ -185,6 +187,7 @@ class Run:
     def measure_preset(self, model: Any, preset: Preset, layers: int, missing: list[Cell]) -> bool:
         """Measure one model's cells; False if the time is up."""
         stock = functions_called(model) if self.allow_slow_stock else require_fast(model)
+        at_once = functools.partial(rows_at_once, stock, preset.geometries())
         console.print(f"stock calls {stock}")
         facts = {"layers": layers, "is_whole": layers == len(preset.geometries()), "stock_functions": stock}
         expected: dict[tuple[int, int], Expected | None] = {}
@@ -196,8 +199,12 @@ class Run:
                 self.search(model, cell, facts)
                 continue
             place = cell.batch, cell.prompt
+            rows = at_once(*place)
+            if rows < cell.batch and cell.configuration in STOCK:
+                self.refuse(cell, rows, facts)
+                continue
             if place not in expected:
-                expected = {place: self.expect(model, cell)}
+                expected = {place: self.expect(model, cell, rows)}
             self.measure(model, cell, expected[place], facts)
         return True
 
@@ -224,15 +231,27 @@ class Run:
         self.failed.append(cell.key)
         clean_up(model)
 
-    def expect(self, model: Any, cell: Cell) -> Expected | None:
-        """The dynamic cache's output, or None where it does not fit; the other cells are then not checked."""
+    def refuse(self, cell: Cell, rows: int, facts: dict[str, Any]) -> None:
+        """Store that stock cannot run a cell."""
+        status = f"too much for stock's scan, which takes {rows} rows of it"
+        record = {"preset": cell.preset.name, "configuration": cell.label, "batch": cell.batch, "prompt": cell.prompt}
+        self.results.put(cell.key, {**record, "gpus": cell.gpus, "status": status, **facts}, self.where)
+        console.print(f"{cell.key}: {status}")
+
+    def expect(self, model: Any, cell: Cell, rows: int) -> Expected | None:
+        """The dynamic cache's output, ``rows`` at a time; None where it does not run: the other cells are not checked.
+
+        Args:
+            rows: that stock can take at once, or 0.
+        """
         try:
-            return expected_output(model, cell.batch, cell.prompt, self.settings.checked)
+            if rows:
+                return expected_output(model, cell.batch, cell.prompt, self.settings.checked, rows)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
         clean_up(model)
-        console.print(f"{cell.key}: the dynamic cache does not fit, logits are not checked")
+        console.print(f"{cell.key}: the dynamic cache cannot run it, logits are not checked")
         return None
 
     def measure(self, model: Any, cell: Cell, expected: Expected | None, facts: dict[str, Any]) -> None:

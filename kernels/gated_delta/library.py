@@ -4,7 +4,7 @@ import torch
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
 from replay_transformers.kernels.launch import on_their_device
-from replay_transformers.kernels.saturate import store
+from replay_transformers.kernels.scans import MOST_PROGRAMS, scan_in_pieces
 
 __all__ = ["update"]
 
@@ -29,16 +29,22 @@ def update(
         ``[B, T, Hv, V]`` in the dtype of ``q``.
     """
     repeats = v.shape[2] // q.shape[2]
-    q, k = (tensor.repeat_interleave(repeats, dim=2) for tensor in (q, k))
-    output, after = chunk_gated_delta_rule(
-        q,
-        k,
-        v.contiguous(),
-        g.contiguous(),
-        beta.contiguous(),
-        initial_state=state.float(),
-        output_final_state=True,
-        use_qk_l2norm_in_kernel=True,
-    )
-    store(state, after)
-    return output.to(q.dtype)
+
+    def scan(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, before: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k = (tensor.repeat_interleave(repeats, dim=2) for tensor in (q, k))
+        result: tuple[torch.Tensor, torch.Tensor] = chunk_gated_delta_rule(
+            q,
+            k,
+            v.contiguous(),
+            g.contiguous(),
+            beta.contiguous(),
+            initial_state=before,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
+        return result
+
+    # its kernels count in int64, but launch a program per row and head
+    return scan_in_pieces(scan, (q, k, v, g, beta), state, MOST_PROGRAMS // v.shape[2])

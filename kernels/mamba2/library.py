@@ -4,11 +4,10 @@ import torch
 from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 
 from replay_transformers.kernels.launch import on_their_device
-from replay_transformers.kernels.saturate import store
+from replay_transformers.kernels.mamba2.reach import CHUNK, reach
+from replay_transformers.kernels.scans import scan_in_pieces
 
 __all__ = ["update"]
-
-CHUNK = 128  # tokens; the released Nemotron models' own setting
 
 
 @on_their_device  # not all of mamba-ssm's launches see to that
@@ -31,8 +30,13 @@ def update(
     Returns:
         ``[B, T, H, P]`` in the dtype of ``x``.
     """
-    output, after = mamba_chunk_scan_combined(
-        x, dt, A, B, C, chunk_size=CHUNK, D=D, initial_states=state.float(), return_final_states=True
-    )
-    store(state, after)
-    return output.to(x.dtype)
+
+    def scan(
+        x: torch.Tensor, dt: torch.Tensor, B: torch.Tensor, C: torch.Tensor, before: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        result: tuple[torch.Tensor, torch.Tensor] = mamba_chunk_scan_combined(
+            x, dt, A, B, C, chunk_size=CHUNK, D=D, initial_states=before, return_final_states=True
+        )
+        return result
+
+    return scan_in_pieces(scan, (x, dt, B, C), state, *reach(x, dt, B, C))

@@ -251,7 +251,7 @@ def mamba2_step(
     )  # fmt: skip
     result = tl.zeros([BLOCK_P, BLOCK_T], tl.float32)
     for t in tl.static_range(TOKENS):
-        carried = tl.sum(tl.sum(s * (queries[t].to(tl.float32) * scales[t]), 1), 1)
+        carried = scales[t] * tl.sum(tl.sum(s * queries[t].to(tl.float32), 1), 1)
         result = tl.where((token == t)[None, :], carried[:, None], result)
     out = y + (row * TOKENS * HEADS + head) * WIDTH + first + (token[None, :] * (HEADS * WIDTH) + p[:, None])
     tl.store(out, (result + known).to(y.dtype.element_ty), mask=p_ok[:, None] & (token < TOKENS)[None, :])

@@ -161,13 +161,19 @@ def checked_rows(batch: int) -> list[int]:
     return sorted({0, batch - 1})
 
 
-def expected_output(model: Any, batch: int, prompt: int, steps: int) -> Expected:
-    """What stock decoding with a dynamic cache gives; patches must be off."""
-    recorder = StepRecorder(model.device, checked_rows(batch))
-    _, output = run_generate(model, prompt_ids(model, batch, prompt), steps, recorder)
-    expected = Expected(output[:, prompt:].clone(), torch.stack(recorder.logits))
-    clean_up(model)
-    return expected
+def expected_output(model: Any, batch: int, prompt: int, steps: int, at_once: int | None = None) -> Expected:
+    """What stock decoding with a dynamic cache gives, ``at_once`` rows at a time; patches must be off."""
+    ids, checked = prompt_ids(model, batch, prompt), checked_rows(batch)
+    tokens, logits = [], []
+    for begin in range(0, batch, at_once or batch):
+        some = ids[begin : begin + (at_once or batch)]
+        rows = [row - begin for row in checked if begin <= row < begin + len(some)]
+        recorder = StepRecorder(model.device, rows)
+        _, output = run_generate(model, some, steps, recorder)
+        tokens.append(output[:, prompt:].clone())
+        logits.append(torch.stack(recorder.logits))
+        clean_up(model)
+    return Expected(torch.cat(tokens), torch.cat(logits, dim=1))
 
 
 def measure_cell(model: Any, cell: Cell, settings: Settings, expected: Expected | None) -> dict[str, Any]:

@@ -15,7 +15,12 @@ from importlib.util import module_from_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from replay_transformers.geometry import LayerGeometry
 from replay_transformers.kernels.launch import on_their_device
+from replay_transformers.kernels.mamba2.reach import reach
+from replay_transformers.kernels.scans import MOST_PROGRAMS
 
 MAMBA_SSM, SCAN = "mamba_ssm", "mamba_chunk_scan_combined"
 NEMOTRON = "transformers.models.nemotron_h.modeling_nemotron_h"
@@ -97,6 +102,28 @@ def functions_called(model: Any) -> dict[str, str]:
     modeling = sys.modules[type(model).__module__]
     called = {role: _implementation(getattr(modeling, name)) for role, name in path.functions.items()}
     return {role: f"{function.__module__}.{function.__qualname__}" for role, function in called.items()}
+
+
+def rows_at_once(functions: dict[str, str], geometries: Iterable[LayerGeometry], batch: int, prompt: int) -> int:
+    """Rows of such prompts that stock's scans take; with more, kernels are not launched or reach beyond their tensors.
+
+    Args:
+        functions: as `functions_called` gives them.
+        prompt: tokens.
+    """
+    package, most = functions["prompt"].split(".")[0], batch
+    for geometry in set(geometries):
+        if geometry.kind == "mamba2" and package == MAMBA_SSM:
+            sizes = [geometry.heads * geometry.head_dim, *2 * [geometry.groups * geometry.state_dim]]
+            convolved = torch.empty(batch, prompt, sum(sizes), device="meta")
+            x, B, C = convolved.split(sizes, dim=-1)
+            x = x.unflatten(-1, (geometry.heads, geometry.head_dim))
+            B, C = (part.unflatten(-1, (geometry.groups, geometry.state_dim)) for part in (B, C))
+            rows, tokens = reach(x, x[..., 0], B, C)
+            most = min(most, rows if tokens == prompt else 0)
+        elif geometry.kind == "gated_delta" and package == "fla":
+            most = min(most, MOST_PROGRAMS // geometry.heads)
+    return most
 
 
 def require_fast(model: Any) -> dict[str, str]:

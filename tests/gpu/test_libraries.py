@@ -21,3 +21,12 @@ def test_scans(operator: str, index: int) -> None:
     if errors is None:
         pytest.skip(f"{LIBRARIES[operator]} is not installed")
     assert max(map(max, errors)) <= TOLERANCE
+
+
+@pytest.mark.no_poison
+@pytest.mark.parametrize("operator", LIBRARIES)
+def test_scans_of_more_rows_than_a_library_takes(operator: str) -> None:
+    errors = scan_errors(operator, "cuda:0", many=True) if is_there(operator) else None
+    if errors is None:
+        pytest.skip(f"{LIBRARIES[operator]} is not installed")
+    assert max(map(max, errors)) <= TOLERANCE

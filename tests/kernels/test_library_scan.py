@@ -17,6 +17,9 @@ import torch
 
 from replay_transformers import implementation
 from replay_transformers.implementation import Implementations
+from replay_transformers.kernels.mamba2.reach import CHUNK, reach
+from replay_transformers.kernels.scans import MOST_PROGRAMS
+from replay_transformers.kernels.validation import FAR, is_far
 from tests.support.operators import EVERY_OPERATOR, GATED_DELTA, GEOMETRIES, MAMBA2, Operator
 
 
@@ -70,6 +73,81 @@ def test_outputs_and_states_are_the_reference(operator: Operator, checkpoint: to
     ]
     torch.testing.assert_close(*outputs)
     torch.testing.assert_close(*states)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Rows and tokens of each call of a library."""
+    made: list[tuple[int, int]] = []
+
+    def counted(function: Any) -> Any:
+        def call(first: Any, *rest: Any, **settings: Any) -> Any:
+            made.append((first.shape[0], first.shape[1]))
+            return function(first, *rest, **settings)
+
+        return call
+
+    monkeypatch.setitem(globals(), "_chunk_gated_delta_rule", counted(_chunk_gated_delta_rule))
+    monkeypatch.setitem(globals(), "_mamba_chunk_scan_combined", counted(_mamba_chunk_scan_combined))
+    return made
+
+
+@EVERY_OPERATOR
+@pytest.mark.parametrize("checkpoint", [torch.float32, torch.bfloat16])
+def test_what_is_too_much_at_once_goes_in_pieces(
+    operator: Operator, checkpoint: torch.dtype, calls: list, libraries: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if a library could take two rows, and mamba-ssm one chunk of tokens: the same, states not rounded between."""
+    library = importlib.import_module(f"replay_transformers.kernels.{operator.name}.library")
+    geometry, rows = GEOMETRIES[0], 5
+    if operator is MAMBA2:
+        monkeypatch.setattr(library, "reach", lambda *_: (2, 4))
+    else:
+        monkeypatch.setattr(library, "MOST_PROGRAMS", 2 * geometry.heads)
+    tokens, parameters = operator.draw(rows, 9, geometry, torch.float32), operator.parameters(geometry, torch.float32)
+    states = [torch.randn(rows, *operator.state_shape(geometry)).to(checkpoint)]
+    states.append(states[0].clone())
+    output = library.update(*tokens.values(), *parameters.values(), state=states[0])
+    want = operator.kernel.update(*tokens.values(), *parameters.values(), state=states[1])
+    torch.testing.assert_close(output, want)
+    torch.testing.assert_close(*states)
+    lengths = [4, 4, 1] if operator is MAMBA2 else [9]
+    assert calls == [(count, length) for count in (2, 2, 1) for length in lengths]
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "projected", "want"),
+    [
+        (1248, 64, 17504, (1916, 64)),
+        (4000, 64, 17504, (1916, 64)),  # the projection's rows are 64 * 17,504 elements apart
+        (4000, 64, None, (2184, 64)),  # 2,184 * 96 * 80 * 128 elements of states
+        (8, 32768, 17504, (3, 32768)),
+        (2, 2**20, None, (1, 2184 * 128)),
+        (2, 2**20, 17504, (1, 958 * 128)),
+        (70000, 1, None, (2184, 1)),
+    ],
+)
+def test_how_much_mamba_ssm_can_take(rows: int, tokens: int, projected: int | None, want: tuple[int, int]) -> None:
+    """Nemotron-3-Nano-4B's shapes, contiguous or parts of a projection; nothing is 2^31 elements from its beginning."""
+    heads, width, groups, states = 96, 80, 8, 128
+    operands = [
+        torch.empty(1, device="meta")
+        .expand(1, 1, *shape)
+        .as_strided((rows, tokens, *shape), (tokens * step, step, *(torch.empty(shape, device="meta").stride())))
+        for shape, step in (
+            ((heads, width), projected or heads * width),
+            ((heads,), heads),
+            ((groups, states), projected or groups * states),
+            ((groups, states), projected or groups * states),
+        )
+    ]
+    got_rows, got_tokens = got = reach(*operands)
+    assert got == want
+    assert got_tokens in (tokens, got_tokens // CHUNK * CHUNK)
+    assert not is_far(*(operand[:got_rows, :got_tokens] for operand in operands))
+    chunks = -(-got_tokens // CHUNK)
+    assert got_rows * chunks * heads * width * states <= FAR
+    assert got_rows * chunks <= MOST_PROGRAMS >= chunks * groups
 
 
 @EVERY_OPERATOR
