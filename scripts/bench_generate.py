@@ -7,6 +7,7 @@ was tried; what is already in it is skipped.
 """
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -196,7 +197,7 @@ class Run:
                 console.print(f"stopped before {cell.key}: the time is up; run again to continue")
                 return False
             if isinstance(cell, LargestBatch):
-                self.search(model, cell, facts)
+                self.search(model, cell, facts, at_once)
                 continue
             place = cell.batch, cell.prompt
             rows = at_once(*place)
@@ -208,7 +209,7 @@ class Run:
             self.measure(model, cell, expected[place], facts)
         return True
 
-    def search(self, model: Any, cell: LargestBatch, facts: dict[str, Any]) -> None:
+    def search(self, model: Any, cell: LargestBatch, facts: dict[str, Any], at_once: Callable[[int, int], int]) -> None:
         """Look for the largest batch; every try is stored, so that a later run goes on from there."""
         earlier = None if self.results.needs(cell.key) else self.results.cells[cell.key]
 
@@ -221,7 +222,7 @@ class Run:
             console.print(f"{cell.key}: {record['status']}, batch {latest} {fits}, largest so far {record['batch']}")
 
         try:
-            search(model, cell, self.settings, earlier, save, self.budget.has_room)
+            search(model, cell, self.settings, earlier, save, self.budget.has_room, at_once)
         except Exception as error:
             self.report(model, cell, error)
 

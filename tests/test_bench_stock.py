@@ -2,7 +2,9 @@
 
 import json
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,9 +32,10 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     [
         ("nemotron-3-nano-4b", 256, 64, 256),
         ("nemotron-3-nano-4b", 8, 4096, 8),
-        ("nemotron-3-nano-4b", 8, 32768, 6),  # 9,728 channels of the convolution: 6 rows are 1.9e9 elements
+        ("nemotron-3-nano-4b", 8, 32768, 3),  # time steps are the end of 17,504 channels: 3 rows are 1.7e9 elements
+        ("nemotron-3-nano-4b", 64, 2048, 59),
         ("nemotron-3-nano-4b", 1, 2**20, 0),
-        ("nemotron-3-nano-4b", 4000, 64, 2184),
+        ("nemotron-3-nano-4b", 4000, 64, 1916),
         ("qwen3.5-4b", 8, 32768, 8),
         ("qwen3.5-4b", 4000, 64, 2047),
     ],
@@ -67,3 +70,34 @@ def test_cells_that_stock_cannot_run_say_so(
     assert "step_ms" not in stock
     assert replay["status"] == "measured"
     assert (replay["logit_error"] is not None) == checked
+
+
+def test_searches_give_stock_no_more_than_it_takes(
+    call: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The replay cache's search goes on where stock's has to end; both are compared with what stock does take."""
+    path, ran = tmp_path / "generate.json", []
+    whole = import_module("benchmarks.generate_cells").run_generate
+
+    def counted(model: Any, ids: torch.Tensor, *rest: Any, **arguments: Any) -> Any:
+        if "cache_implementation" not in arguments:
+            ran.append(len(ids))
+        elif len(ids) > 24:
+            raise torch.OutOfMemoryError("made up")
+        return whole(model, ids, *rest, **arguments)
+
+    for name in ("generate_cells", "largest_batch"):
+        monkeypatch.setattr(f"benchmarks.{name}.run_generate", counted)
+    monkeypatch.setattr("bench_generate.rows_at_once", lambda functions, geometries, batch, prompt: min(batch, most))
+    arguments = ("--device=cpu", "--dtype=float32", "--allow-slow-stock", "--shape=8x5", "--short=2", "--long=5")
+    search = (f"--output={path}", "--preset=tiny-nemotron-h", "--largest-batch=dynamic", "--largest-batch=replay")
+    most = 5
+    assert call("bench_generate", *arguments, *search).exit_code == 0
+    stock, replay = json.loads(path.read_text())["cells"].values()
+    assert (stock["status"], stock["batch"], stock["limit"]) == ("does not fit", 0, "stock's scan")
+    assert (replay["status"], replay["batch"], "limit" in replay) == ("measured", 24, False)
+    assert ran == [5, 3]  # the 8 rows that logits are compared with
+    most = 0
+    failed = call("bench_generate", *arguments, *search, "--redo")
+    assert failed.exit_code == 1
+    assert "too long for stock's scan" in failed.output

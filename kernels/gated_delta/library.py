@@ -3,8 +3,9 @@
 import torch
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
+from replay_transformers.kernels.gated_delta.reach import reach
 from replay_transformers.kernels.launch import on_their_device
-from replay_transformers.kernels.scans import MOST_PROGRAMS, scan_in_pieces
+from replay_transformers.kernels.scans import scan_in_pieces
 
 __all__ = ["update"]
 
@@ -46,5 +47,4 @@ def update(
         )
         return result
 
-    # its kernels count in int64, but launch a program per row and head
-    return scan_in_pieces(scan, (q, k, v, g, beta), state, MOST_PROGRAMS // v.shape[2])
+    return scan_in_pieces(scan, (q, k, v, g, beta), state, *reach(q, v))

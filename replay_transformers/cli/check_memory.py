@@ -26,6 +26,9 @@ from torch.utils._pytree import tree_leaves
 
 import replay_transformers as rt
 from replay_transformers.geometry import LayerGeometry
+from replay_transformers.kernels.gated_delta import reach as delta
+from replay_transformers.kernels.mamba2 import reach as mamba
+from replay_transformers.kernels.scans import scan_in_pieces
 from replay_transformers.layers import ReplayLayer
 from replay_transformers.patches.versions import generate_cache_name
 
@@ -37,7 +40,6 @@ GROUPED_PRODUCTS = [
     for owner, name in ((torch.nn.functional, "grouped_mm"), (torch, "_grouped_mm"))
     if hasattr(owner, name)
 ]
-MAMBA_CHUNK, DELTA_CHUNK = 128, 64  # tokens, of the libraries' kernels
 
 
 @dataclass(frozen=True)
@@ -220,47 +222,51 @@ def _run(
         return values.new_empty(values.shape)
     reference = importlib.import_module(f"replay_transformers.kernels.{kind}.reference")
     if load.library:
-        update = functools.partial(_library_scan, layer.geometry, values)
+        update = functools.partial(_library_scan, layer.geometry)
     after = torch.zeros(values.shape[0], dtype=torch.int64, device=META)
     return layer._scan(update, lambda *tensors: reference, list(operands), after)
 
 
-def _library_scan(
-    geometry: LayerGeometry, values: torch.Tensor, kernels: Any, *operands: torch.Tensor, state: torch.Tensor
-) -> torch.Tensor:
+def _library_scan(geometry: LayerGeometry, kernels: Any, *operands: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
     """In place of a layer's ``update``."""
-    return _LIBRARY_SCANS[geometry.kind](geometry, operands, values)
+    scan, reach = _LIBRARY_SCANS[geometry.kind]
+    return scan_in_pieces(functools.partial(scan, geometry), operands, state, *reach(operands))
 
 
-def _mamba_scan(geometry: LayerGeometry, operands: tuple[torch.Tensor, ...], x: torch.Tensor) -> torch.Tensor:
+def _mamba_scan(geometry: LayerGeometry, x: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """mamba-ssm: decays, a state per chunk before and after chunks are chained, the last state, products of B and C."""
     rows, tokens = x.shape[:2]
-    chunks = -(-tokens // MAMBA_CHUNK)
+    chunks = -(-tokens // mamba.CHUNK)
     state = (rows, geometry.heads, geometry.head_dim, geometry.state_dim)
     make = functools.partial(torch.empty, dtype=torch.float32, device=META)
-    output, decays = torch.empty_like(x), make(2, rows, geometry.heads, chunks, MAMBA_CHUNK)
+    output, decays = x.new_empty(x.shape), make(2, rows, geometry.heads, chunks, mamba.CHUNK)
     states = make(chunks, *state)
     chained, last = make(chunks, *state), make(*state)
     del states
-    products = make(rows, chunks, geometry.groups, MAMBA_CHUNK, MAMBA_CHUNK)
-    del decays, chained, last, products
-    return output
+    products = make(rows, chunks, geometry.groups, mamba.CHUNK, mamba.CHUNK)
+    del decays, chained, products
+    return output, last
 
 
-def _delta_scan(geometry: LayerGeometry, operands: tuple[torch.Tensor, ...], v: torch.Tensor) -> torch.Tensor:
+def _delta_scan(
+    geometry: LayerGeometry, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """flash-linear-attention: q and k per value head and normalised, v in a row, three intermediates of their size,
     the chunks' matrices, a state per chunk and the last one."""
     rows, tokens = v.shape[:2]
-    chunks = -(-tokens // DELTA_CHUNK)
+    chunks = -(-tokens // delta.CHUNK)
     state = (rows, geometry.heads, geometry.state_dim, geometry.head_dim)
-    keys = [x.repeat_interleave(geometry.heads // geometry.groups, dim=2) for x in operands[:2]]
+    keys = [x.repeat_interleave(geometry.heads // geometry.groups, dim=2) for x in (q, k)]
     normalised = [torch.empty_like(x) for x in keys]
-    values = [v.contiguous(), torch.empty_like(v), torch.empty_like(v), torch.empty_like(keys[0])]
-    matrices = v.new_empty(rows, tokens, geometry.heads, DELTA_CHUNK)
+    values = [v.contiguous(), *(v.new_empty(v.shape) for _ in range(2)), torch.empty_like(keys[0])]
+    matrices = v.new_empty(rows, tokens, geometry.heads, delta.CHUNK)
     states, last = v.new_empty(chunks, *state), torch.empty(state, dtype=torch.float32, device=META)
-    output = torch.empty_like(v)
-    del keys, normalised, values, matrices, states, last
-    return output
+    output = v.new_empty(v.shape)
+    del keys, normalised, values, matrices, states
+    return output, last
 
 
-_LIBRARY_SCANS = {"mamba2": _mamba_scan, "gated_delta": _delta_scan}
+_LIBRARY_SCANS: dict[str, tuple[Callable[..., Any], Callable[..., tuple[int, int]]]] = {
+    "mamba2": (_mamba_scan, lambda operands: mamba.reach(*operands)),
+    "gated_delta": (_delta_scan, lambda operands: delta.reach(operands[0], operands[2])),
+}

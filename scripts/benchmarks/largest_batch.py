@@ -113,6 +113,7 @@ def search(
     earlier: Record | None,
     save: Callable[[Record], None],
     has_room: Callable[[], bool],
+    at_once: Callable[[int, int], int] = lambda batch, prompt: batch,
 ) -> None:
     """Try batches until the largest is known, the time is up or logits are wrong.
 
@@ -120,21 +121,33 @@ def search(
         earlier: what an unfinished search has saved.
         save: is given the record after every try; its status is `UNFINISHED` but for the last one.
         has_room: whether the time allows another try.
+        at_once: of so many rows with such prompts, how many stock takes; what it cannot take does not fit it.
+
+    Raises:
+        ValueError: stock cannot take a single one of the prompts, so that there is nothing to compare with.
     """
+    if not at_once(1, cell.prompt):
+        raise ValueError(f"prompts of {cell.prompt} tokens are too long for stock's scan: choose shorter ones")
     tried: Tried = dict(earlier["tried"]) if earlier else {}
     expected: Expected | None = None
+    limit: Record = {}
     start = int(next(iter(tried))) if tried else predicted(model, cell, settings) or cell.batch
     while (batch := next_batch(tried, start)) is not None:
         if not has_room():
             return
+        if cell.configuration in STOCK and at_once(batch, cell.prompt) < batch:
+            tried[str(batch)], limit = None, {"limit": "stock's scan"}
+            save(_record(cell, tried) | limit)
+            continue
         if expected is None:
-            expected = expected_output(model, MULTIPLE, cell.prompt, settings.checked)
+            rows = at_once(MULTIPLE, cell.prompt)
+            expected = expected_output(model, MULTIPLE, cell.prompt, settings.checked, rows)
         times = tried[str(batch)] = attempt(model, cell, batch, settings, expected)
         if times and not times["logit_error"] <= settings.tolerance:
-            save({**_record(cell, tried), "status": f"wrong: logits differ by {times['logit_error']:.0%}"})
+            save(_record(cell, tried) | limit | {"status": f"wrong: logits differ by {times['logit_error']:.0%}"})
             return
-        save(_record(cell, tried))
-    record = _record(cell, tried)
+        save(_record(cell, tried) | limit)
+    record = _record(cell, tried) | limit
     save({**record, "status": "measured" if record["batch"] else "does not fit"})
 
 

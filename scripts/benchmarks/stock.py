@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from replay_transformers.geometry import LayerGeometry
+from replay_transformers.kernels.gated_delta import reach as gated_delta
 from replay_transformers.kernels.launch import on_their_device
-from replay_transformers.kernels.mamba2.reach import reach
-from replay_transformers.kernels.scans import MOST_PROGRAMS
+from replay_transformers.kernels.mamba2 import reach as mamba2
 
 MAMBA_SSM, SCAN = "mamba_ssm", "mamba_chunk_scan_combined"
 NEMOTRON = "transformers.models.nemotron_h.modeling_nemotron_h"
@@ -114,15 +114,20 @@ def rows_at_once(functions: dict[str, str], geometries: Iterable[LayerGeometry],
     package, most = functions["prompt"].split(".")[0], batch
     for geometry in set(geometries):
         if geometry.kind == "mamba2" and package == MAMBA_SSM:
-            sizes = [geometry.heads * geometry.head_dim, *2 * [geometry.groups * geometry.state_dim]]
-            convolved = torch.empty(batch, prompt, sum(sizes), device="meta")
-            x, B, C = convolved.split(sizes, dim=-1)
+            values, keys = geometry.heads * geometry.head_dim, geometry.groups * geometry.state_dim
+            x, B, C = torch.empty(batch, prompt, geometry.conv_dim, device="meta").split([values, keys, keys], dim=-1)
             x = x.unflatten(-1, (geometry.heads, geometry.head_dim))
             B, C = (part.unflatten(-1, (geometry.groups, geometry.state_dim)) for part in (B, C))
-            rows, tokens = reach(x, x[..., 0], B, C)
-            most = min(most, rows if tokens == prompt else 0)
+            # time steps are a part of the projection, together with a gate and what is convolved
+            projected = torch.empty(batch, prompt, values + geometry.conv_dim + geometry.heads, device="meta")
+            rows, tokens = mamba2.reach(x, projected[..., -geometry.heads :], B, C)
         elif geometry.kind == "gated_delta" and package == "fla":
-            most = min(most, MOST_PROGRAMS // geometry.heads)
+            q = torch.empty(batch, prompt, geometry.groups, geometry.state_dim, device="meta")
+            v = torch.empty(batch, prompt, geometry.heads, geometry.head_dim, device="meta")
+            rows, tokens = gated_delta.reach(q, v)
+        else:
+            continue
+        most = min(most, rows if tokens == prompt else 0)
     return most
 
 

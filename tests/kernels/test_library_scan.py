@@ -7,6 +7,7 @@ interfaces by way of the references.
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -17,7 +18,8 @@ import torch
 
 from replay_transformers import implementation
 from replay_transformers.implementation import Implementations
-from replay_transformers.kernels.mamba2.reach import CHUNK, reach
+from replay_transformers.kernels.gated_delta import reach as gated_delta
+from replay_transformers.kernels.mamba2 import reach as mamba2
 from replay_transformers.kernels.scans import MOST_PROGRAMS
 from replay_transformers.kernels.validation import FAR, is_far
 from tests.support.operators import EVERY_OPERATOR, GATED_DELTA, GEOMETRIES, MAMBA2, Operator
@@ -97,13 +99,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 def test_what_is_too_much_at_once_goes_in_pieces(
     operator: Operator, checkpoint: torch.dtype, calls: list, libraries: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if a library could take two rows, and mamba-ssm one chunk of tokens: the same, states not rounded between."""
+    """As if a library could take two rows of four tokens: the same, states not rounded between."""
     library = importlib.import_module(f"replay_transformers.kernels.{operator.name}.library")
     geometry, rows = GEOMETRIES[0], 5
-    if operator is MAMBA2:
-        monkeypatch.setattr(library, "reach", lambda *_: (2, 4))
-    else:
-        monkeypatch.setattr(library, "MOST_PROGRAMS", 2 * geometry.heads)
+    monkeypatch.setattr(library, "reach", lambda *_: (2, 4))
     tokens, parameters = operator.draw(rows, 9, geometry, torch.float32), operator.parameters(geometry, torch.float32)
     states = [torch.randn(rows, *operator.state_shape(geometry)).to(checkpoint)]
     states.append(states[0].clone())
@@ -111,15 +110,25 @@ def test_what_is_too_much_at_once_goes_in_pieces(
     want = operator.kernel.update(*tokens.values(), *parameters.values(), state=states[1])
     torch.testing.assert_close(output, want)
     torch.testing.assert_close(*states)
-    lengths = [4, 4, 1] if operator is MAMBA2 else [9]
-    assert calls == [(count, length) for count in (2, 2, 1) for length in lengths]
+    assert calls == [(count, length) for count in (2, 2, 1) for length in (4, 4, 1)]
+
+
+HEADS, WIDTH, GROUPS, STATES = 96, 80, 8, 128  # Nemotron-3-Nano-4B's
+
+
+def operands_of(rows: int, tokens: int, projected: int | None) -> list[torch.Tensor]:
+    """x, dt, B, C without memory, contiguous or parts of a projection to so many channels."""
+    shapes = ((HEADS, WIDTH), (HEADS,), (GROUPS, STATES), (GROUPS, STATES))
+    if projected is None:
+        return [torch.empty(rows, tokens, *shape, device="meta") for shape in shapes]
+    whole = torch.empty(rows, tokens, projected, device="meta")
+    return [whole[..., : math.prod(shape)].unflatten(-1, shape) for shape in shapes]
 
 
 @pytest.mark.parametrize(
     ("rows", "tokens", "projected", "want"),
     [
-        (1248, 64, 17504, (1916, 64)),
-        (4000, 64, 17504, (1916, 64)),  # the projection's rows are 64 * 17,504 elements apart
+        (1248, 64, 17504, (1916, 64)),  # rows are 64 * 17,504 elements apart
         (4000, 64, None, (2184, 64)),  # 2,184 * 96 * 80 * 128 elements of states
         (8, 32768, 17504, (3, 32768)),
         (2, 2**20, None, (1, 2184 * 128)),
@@ -128,26 +137,45 @@ def test_what_is_too_much_at_once_goes_in_pieces(
     ],
 )
 def test_how_much_mamba_ssm_can_take(rows: int, tokens: int, projected: int | None, want: tuple[int, int]) -> None:
-    """Nemotron-3-Nano-4B's shapes, contiguous or parts of a projection; nothing is 2^31 elements from its beginning."""
-    heads, width, groups, states = 96, 80, 8, 128
-    operands = [
-        torch.empty(1, device="meta")
-        .expand(1, 1, *shape)
-        .as_strided((rows, tokens, *shape), (tokens * step, step, *(torch.empty(shape, device="meta").stride())))
-        for shape, step in (
-            ((heads, width), projected or heads * width),
-            ((heads,), heads),
-            ((groups, states), projected or groups * states),
-            ((groups, states), projected or groups * states),
-        )
-    ]
-    got_rows, got_tokens = got = reach(*operands)
+    """Nothing is 2^31 elements from its beginning, but with a row or a token more it is."""
+    operands = operands_of(rows, tokens, projected)
+    got_rows, got_tokens = got = mamba2.reach(*operands)
     assert got == want
-    assert got_tokens in (tokens, got_tokens // CHUNK * CHUNK)
-    assert not is_far(*(operand[:got_rows, :got_tokens] for operand in operands))
-    chunks = -(-got_tokens // CHUNK)
-    assert got_rows * chunks * heads * width * states <= FAR
-    assert got_rows * chunks <= MOST_PROGRAMS >= chunks * groups
+
+    def fits(rows: int, tokens: int) -> bool:
+        chunks = -(-tokens // mamba2.CHUNK)
+        if rows * chunks * HEADS * WIDTH * STATES > FAR or max(rows, GROUPS) * chunks > MOST_PROGRAMS:
+            return False
+        return not is_far(*operands_of(rows, tokens, projected))
+
+    assert fits(got_rows, got_tokens)
+    assert not fits(got_rows + 1, got_tokens)
+    assert got_tokens == tokens or not fits(1, got_tokens + mamba2.CHUNK)
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "want"),
+    [
+        (4000, 64, (2047, 64)),  # 65,535 programs of 32 heads
+        (16, 32768, (8, 32768)),  # 8 * 512 * 32 * 128 * 128 elements of states
+        (2, 2**20, (1, 4096 * 64)),
+    ],
+)
+def test_how_much_flash_linear_attention_can_take(rows: int, tokens: int, want: tuple[int, int]) -> None:
+    """Qwen3.5-4B's shapes."""
+    q, v = (torch.empty(rows, tokens, heads, 128, device="meta") for heads in (16, 32))
+    assert gated_delta.reach(q, v) == want
+
+
+@pytest.mark.parametrize("axes", [(0, 1, 2), (0, 2, 1), (1, 0, 2)], ids=str)
+def test_any_layout_is_within_reach(axes: tuple[int, int, int]) -> None:
+    """[rows, tokens, channels] transposed: what the scan makes is the limit then, and nothing is cut up needlessly."""
+    sizes = 8, 4096, HEADS * WIDTH
+    whole = torch.empty([sizes[axis] for axis in axes], device="meta")
+    x = whole.permute([axes.index(axis) for axis in range(3)]).unflatten(-1, (HEADS, WIDTH))
+    _, *others = operands_of(8, 4096, None)
+    assert mamba2.reach(x, *others) == (68, 4096)
+    assert mamba2.reach(x[:, :0], *(other[:, :0] for other in others))[0] >= 1
 
 
 @EVERY_OPERATOR
