@@ -23,6 +23,7 @@ from replay_transformers.patches.drafts import (
     keep_assistant_apart,
     limit_drafts,
     uses_mtp,
+    warn_of_two,
 )
 from replay_transformers.patches.generate import GenerateSettings, borrow
 from replay_transformers.patches.row_models import runs_in_rows
@@ -68,6 +69,7 @@ def _validate_mode(original: Callable[..., Any], settings: GenerateSettings, fam
                     "AutoModelForCausalLM.from_pretrained"
                 )
             check_drafter(self, generation_config)
+            warn_of_two(generation_config, assistant)
             generation_config.num_return_sequences = 1  # more are a batch, which transformers' own loop cannot take
         try:
             result = original(self, generation_mode, generation_config, mode_kwargs, *args)

@@ -1,6 +1,7 @@
 """What drafters propose in assisted generation: how much at most, and where a draft is cut."""
 
 import inspect
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,7 +27,10 @@ __all__ = [
     "limit_drafts",
     "mtp_named_as_transformers_does",
     "uses_mtp",
+    "warn_of_two",
 ]
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_ASSISTANT_TOKENS = 20  # transformers' own, for an assistant that does not say
 FIRST_WITH_MTP = Version("5.23.0")
@@ -42,13 +46,16 @@ def drafted_tokens(model: Any, generation_config: Any, assistant_model: Any, ask
 
     Args:
         asked: num_assistant_tokens of the call, or of its target's generation configuration.
+
+    Raises:
+        ValueError: it would draft fewer than one token.
     """
     if generation_config.assistant_early_exit is not None:
         return _assistant_tokens(model)
     if generation_config.prompt_lookup_num_tokens is not None:
-        return int(generation_config.prompt_lookup_num_tokens)
+        return _count("prompt_lookup_num_tokens", generation_config.prompt_lookup_num_tokens)
     if uses_mtp(generation_config):
-        return DEFAULT_MTP_TOKENS if asked is None else int(asked)
+        return DEFAULT_MTP_TOKENS if asked is None else _count("num_assistant_tokens", asked)
     if assistant_model is None:
         return None
     if getattr(generation_config, "speculation_type", None) == DFLASH:
@@ -64,7 +71,32 @@ def uses_mtp(generation_config: Any) -> bool:
 
 def _assistant_tokens(assistant: Any) -> int:
     tokens = assistant.generation_config.num_assistant_tokens
-    return DEFAULT_ASSISTANT_TOKENS if tokens is None else int(tokens)
+    name = "num_assistant_tokens of the assistant's generation_config"
+    return DEFAULT_ASSISTANT_TOKENS if tokens is None else _count(name, tokens)
+
+
+def _count(name: str, value: Any) -> int:
+    """A number of tokens; transformers' own schedules make whole floats of it."""
+    is_whole = value.is_integer() if isinstance(value, float) else type(value) is int
+    if not is_whole or value < 1:
+        raise ValueError(
+            f"{name} must be a whole number of at least 1, got {value!r}: so many tokens are drafted at a time; leave "
+            "the drafter out to decode without drafts"
+        )
+    return int(value)
+
+
+def warn_of_two(generation_config: Any, assistant_model: Any) -> None:
+    """Say which drafter is taken where a call names several: transformers would not."""
+    given = {
+        "assistant_early_exit": generation_config.assistant_early_exit is not None,
+        "prompt_lookup_num_tokens": generation_config.prompt_lookup_num_tokens is not None,
+        "use_mtp": bool(getattr(generation_config, "use_mtp", None)),
+        "assistant_model": assistant_model is not None,
+    }
+    taken, *others = [name for name, is_given in given.items() if is_given]
+    if others:
+        logger.warning("generate got several drafters: %s drafts, %s is not used", taken, " and ".join(others))
 
 
 def check_drafter(model: Any, generation_config: Any) -> None:

@@ -122,7 +122,12 @@ class ReplayCache(RowsOfCache, Cache):
         """
         self._require_between_forwards("begin a forward")
         if rows < 1 or tokens < 1:
-            hint = "" if self.cursor.fresh else "; what the cache holds already is not new, and reset() forgets it"
+            hint = ""
+            if not self.cursor.fresh:
+                hint = (
+                    f": the cache holds {int(self.cursor.lengths().max())} tokens, so pass more than those, or call "
+                    "reset() to begin anew"
+                )
             raise ValueError(f"a forward needs at least one row and one new token, got {rows} rows of {tokens}{hint}")
         if not self.cursor.fresh and rows != self.batch_size:
             raise ValueError(self.cursor.mismatch(f"{rows} rows"))

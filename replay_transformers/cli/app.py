@@ -16,6 +16,7 @@ from replay_transformers.cli.loading import Loaded, load, looks_local, replay_co
 from replay_transformers.cli.screen import Screen
 from replay_transformers.cli.speculation import SpeculationSettings
 from replay_transformers.config import ReplayConfig
+from replay_transformers.kernels.formats import CHECKPOINTS, READOUTS
 from replay_transformers.samples import SAMPLE_MODELS, sample_model
 
 __all__ = ["app", "main"]
@@ -28,7 +29,7 @@ PROMPTS = (
 )
 SHORT_PROMPT = "def add(a, b):\n    return a"
 DEMO_ROUNDS, SPECULATION_ROUNDS = 3, 2
-SPECULATION_ROWS = 4
+SPECULATION_ROWS, DRAFTS = 4, 4
 MOST_GIB = 2.0**20  # more than any device has
 
 app = typer.Typer(name="replay-transformers", no_args_is_help=True, add_completion=False)
@@ -65,8 +66,10 @@ class DtypeName(str, Enum):
 
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate.")]
 Window = Annotated[int, typer.Option(min=1, help="Decode steps between two writes of the state.")]
-Checkpoint = Annotated[str, typer.Option(help="Precision of the state.")]
-Readout = Annotated[str | None, typer.Option(help="Precision of a separate copy that steps read.")]
+Checkpoint = Annotated[str, typer.Option(help=f"Precision of the state: {', '.join(CHECKPOINTS)}.")]
+Readout = Annotated[
+    str | None, typer.Option(help=f"Precision of a separate copy that steps read, if any: {', '.join(READOUTS)}.")
+]
 DecaySkip = Annotated[float, typer.Option(help="Heads that scale their state by less do not read it.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Do not stream the text.")]
 OnlyJson = Annotated[bool, typer.Option("--json", help="Print nothing but the results, as JSON.")]
@@ -117,10 +120,13 @@ def demo(
     speculate: Annotated[
         bool, typer.Option("--speculate", help="Compare drafters with plain decoding instead, for one prompt and four.")
     ] = False,
-    drafts: Annotated[int, typer.Option(min=1, help="With --speculate: tokens of the longest draft.")] = 4,
+    drafts: Annotated[
+        int | None, typer.Option(min=1, help="With --speculate: tokens of the longest draft, by default 4.")
+    ] = None,
     draft_length: Annotated[
-        DraftLengthName, typer.Option(help="With --speculate: always the longest draft, or as many tokens as pay.")
-    ] = DraftLengthName.fixed,
+        DraftLengthName | None,
+        typer.Option(help="With --speculate: always the longest draft (the default), or as many tokens as pay."),
+    ] = None,
     quiet: Quiet = False,
     only_json: OnlyJson = False,
 ) -> None:
@@ -129,10 +135,13 @@ def demo(
     Runs the small models that ship with the package, in float32 on one CPU thread. Exits with 1 if the tokens differ.
     With --speculate: a replay cache without and with drafters (prompt lookup, an assistant, the model's MTP head).
     """
+    if not speculate and (drafts, draft_length) != (None, None):
+        raise typer.BadParameter("--drafts and --draft-length are for --speculate: add it, or leave them out")
     text = PROMPTS[seed % len(PROMPTS)] if prompt is None else prompt
     settings = Settings(max_new_tokens=max_new_tokens, window=window, rounds=DEMO_ROUNDS)
+    length = draft_length or DraftLengthName.fixed
     drafting = SpeculationSettings(
-        max_new_tokens, window, drafts=drafts, length=draft_length.value, rounds=SPECULATION_ROUNDS
+        max_new_tokens, window, drafts=drafts or DRAFTS, length=length.value, rounds=SPECULATION_ROUNDS
     )
     screen = Screen(quiet=quiet, only_json=only_json)
     with screen.errors(), _one_thread():

@@ -111,7 +111,10 @@ def check_model(question: Question) -> Check:
         CommandError: a configuration that cannot be read, or settings out of range.
     """
     if question.prompt > question.length:
-        raise CommandError(f"a prompt of {question.prompt} tokens does not fit into --length {question.length}")
+        raise CommandError(
+            f"a prompt of --prompt {question.prompt} tokens does not fit into --length {question.length}: make the one "
+            "shorter or the other longer"
+        )
     config = replay_config(question.settings)
     model = _meta_model(question)
     dtype = model.dtype
@@ -141,6 +144,8 @@ def _predict(found: Check, model: Any, load: Load) -> None:
     try:
         found.batch = largest_batch(found.places, found.footprints, peak)
         found.peak = peak(max(1, found.batch or 1))
+        if found.batch == 0:
+            found.findings.append(Finding(NOTE, "the memory does not hold the model and a single sequence"))
     except (NotImplementedError, RuntimeError) as error:
         why = f"activations cannot be predicted, an operation needs values: {first_line(error)}"
         found.findings.append(Finding(NOTE, why))
