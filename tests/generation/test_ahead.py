@@ -5,16 +5,21 @@ On a GPU with fixed shapes; here the CPU is taken for one.
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from replay_transformers.generation import loop
 from replay_transformers.generation.rows import Rows
+from tests.support import mtp
 from tests.support.batches import Oracle, observed
 from tests.support.models import FAMILIES, greedy_without_cache, prompt
 from tests.support.speculation import perturbed
+from tests.test_assisted import tiny_llama
 
 pytestmark = pytest.mark.usefixtures("enabled")
 STEPS = 30
@@ -95,3 +100,69 @@ def test_bounds_on_lengths() -> None:
     assert (rows.host_lengths, rows.unheard, rows.longest) == ([7, 7], 0, 7)
     assert rows.hear(two) == [[5, 6]]
     assert rows.unheard == 0
+
+
+READS = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique", "is_nonzero")
+
+
+class Waiting(TorchDispatchMode):
+    """Notes where values are read, for which the host waits on a GPU, but for what asks only on a CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in READS:
+            frames = [frame for frame in traceback.extract_stack() if "test_ahead" not in frame.filename]
+            if not any(frame.name == "_folds" for frame in frames):
+                self.places.add(f"{func}: {' < '.join(f'{frame.name}:{frame.lineno}' for frame in frames[:-5:-1])}")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "state-space assistant", "attention assistant"])
+@pytest.mark.parametrize("ends", [False, True], ids=["together", "apart"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_host_reads_nothing_in_a_round(
+    family: str, ends: bool, drafter: str, ahead: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even where rows are finished: all that it is told was sent beforehand."""
+    model, inputs, more = FAMILIES[family](), prompt(5, 9, [0, 3, 6, 1, 2]), {}
+    if ends:
+        truth = greedy_without_cache(model, inputs["input_ids"], inputs["attention_mask"], STEPS)
+        more["eos_token_id"] = [int(truth[row, 9 + place]) for row, place in ((0, 7), (1, 11))]
+    plain = model.generate(**inputs, **_settings(**more))
+    drafters: dict[str, dict[str, Any]] = {
+        "lookup": {"prompt_lookup_num_tokens": 4},
+        "state-space assistant": {"assistant_model": perturbed(model, 0.03)},
+        "attention assistant": {"assistant_model": tiny_llama()},
+    }
+    assert_no_reads(monkeypatch, lambda: model.generate(**inputs, **_settings(**more, **drafters[drafter])), plain)
+    assert max(ahead) > 0
+
+
+@mtp.NEEDS_MTP
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_host_reads_nothing_in_a_round_of_a_head(
+    family: str, ahead: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, inputs = mtp.MODELS[family](), mtp.inputs(family)
+    arguments = _settings(use_mtp=True, num_assistant_tokens=3, max_new_tokens=mtp.STEPS)
+    assert_no_reads(monkeypatch, lambda: model.generate(**inputs, **arguments), mtp.truth(family))
+    assert max(ahead) > 0
+
+
+def assert_no_reads(
+    monkeypatch: pytest.MonkeyPatch, generate: Callable[[], torch.Tensor], expected: torch.Tensor
+) -> None:
+    waiting = Waiting()
+    for name in ("_round", "_draft"):
+        function = getattr(loop.Loop, name)
+
+        def watched(self: Any, *arguments: Any, function: Any = function) -> Any:
+            with waiting:
+                return function(self, *arguments)
+
+        monkeypatch.setattr(loop.Loop, name, watched)
+    assert torch.equal(generate(), expected)
+    assert not waiting.places
