@@ -1,4 +1,4 @@
-"""The four sample models: stock transformers classes, and the MTP head that is trained beside the Qwen3.5-style one."""
+"""The four sample models: stock transformers classes, and the MTP heads that are trained beside the two larger ones."""
 
 import copy
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from transformers import (
     Qwen3_5ForCausalLM,
     Qwen3_5TextConfig,
 )
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHBlock, NemotronHRMSNorm
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm
 
 from .tokenizer import BOS_ID, EOS_ID, PAD_ID, RECIPES
@@ -106,9 +107,14 @@ def _nemotron_h_config(**sizes: Any) -> NemotronHConfig:
 
 
 def nemotron_h_config() -> NemotronHConfig:
-    """Five Mamba-2 layers, five MLPs and two attention layers; heads of 48, which no power of two divides evenly."""
+    """Five Mamba-2 layers, five MLPs and two attention layers; heads of 48, which no power of two divides evenly.
+
+    The MTP head is an attention block and an MLP block.
+    """
     return _nemotron_h_config(
         hybrid_override_pattern="M-M-M*-M-M*-",
+        num_nextn_predict_layers=1,
+        mtp_layers_block_type=["full_attention", "mlp"],
         hidden_size=224,
         intermediate_size=448,
         num_attention_heads=4,
@@ -138,7 +144,7 @@ SAMPLE_MODELS = {
     for sample in (
         SampleModel("qwen3_5", "qwen3_5", qwen3_5_config, 4e-3, has_mtp=True),
         SampleModel("qwen3_5_draft", "qwen3_5", qwen3_5_draft_config, 5e-3),
-        SampleModel("nemotron_h", "nemotron_h", nemotron_h_config, 4e-3),
+        SampleModel("nemotron_h", "nemotron_h", nemotron_h_config, 4e-3, has_mtp=True),
         SampleModel("nemotron_h_draft", "nemotron_h", nemotron_h_draft_config, 5e-3),
     )
 }
@@ -165,7 +171,21 @@ def _spread_time_steps(dt_bias: torch.Tensor) -> None:
 
 
 class MtpHead(nn.Module):
-    """Predicts the token after the next one; its parameters are named as in Qwen3.5's checkpoints, after ``mtp.``."""
+    """Predicts the token after the next one; its parameters are named as in released checkpoints, after ``mtp.``."""
+
+    def forward(self, model: PreTrainedModel, next_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [B, T, vocabulary] for the token after ``next_ids``.
+
+        Args:
+            model: The main model, which lends its embedding, its rotary table and its output matrix.
+            next_ids: [B, T] int64, the tokens at positions 1 to T.
+            hidden: [B, T, width], the main model's states after its last norm at positions 0 to T - 1.
+        """
+        raise NotImplementedError
+
+
+class QwenMtpHead(MtpHead):
+    """Qwen3.5's: a projection of embedding and state, one decoder layer with full attention, a norm."""
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
@@ -178,18 +198,10 @@ class MtpHead(nn.Module):
         self.pre_fc_norm_hidden = Qwen3_5RMSNorm(width, eps)
         self.layers = nn.ModuleList([Qwen3_5DecoderLayer(config, 0)])
         self.norm = Qwen3_5RMSNorm(width, eps)
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=config.initializer_range)
+        _draw_matrices(self, config.initializer_range)
 
     def forward(self, model: PreTrainedModel, next_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [B, T, vocabulary] for the token after ``next_ids``.
-
-        Args:
-            model: The main model, which lends its embedding, its rotary table and its output matrix.
-            next_ids: [B, T] int64, the tokens at positions 1 to T.
-            hidden: [B, T, width], the main model's states after its last norm at positions 0 to T - 1.
-        """
+        """As `MtpHead.forward` says."""
         embedded = model.get_input_embeddings()(next_ids)
         positions = torch.arange(1, next_ids.shape[1] + 1, device=next_ids.device).expand(3, 1, -1)
         joined = torch.cat([self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)], dim=-1)
@@ -197,3 +209,45 @@ class MtpHead(nn.Module):
             self.fc(joined), position_embeddings=model.model.rotary_emb(embedded, positions), attention_mask=None
         )
         return model.lm_head(self.norm(states))
+
+
+class NemotronMtpHead(MtpHead):
+    """Nemotron-H's: blocks of the model's own kinds, without positions; the first one joins embedding and state."""
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        config: Any = copy.deepcopy(model.config)
+        config.layers_block_type = config.mtp_layers_block_type
+        width, eps = config.hidden_size, config.layer_norm_epsilon
+        self.layers = nn.ModuleList(NemotronHBlock(config, index) for index in range(len(config.layers_block_type)))
+        first: Any = self.layers[0]
+        last: Any = self.layers[-1]
+        first.enorm, first.hnorm = NemotronHRMSNorm(width, eps), NemotronHRMSNorm(width, eps)
+        first.eh_proj = nn.Linear(2 * width, width, bias=False)
+        last.final_layernorm = NemotronHRMSNorm(width, eps)
+        _draw_matrices(self, config.initializer_range)
+
+    def forward(self, model: PreTrainedModel, next_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """As `MtpHead.forward` says."""
+        first: Any = self.layers[0]
+        last: Any = self.layers[-1]
+        embedded = model.get_input_embeddings()(next_ids)
+        states = first.eh_proj(torch.cat([first.enorm(embedded), first.hnorm(hidden)], dim=-1))
+        for block in self.layers:
+            states = block(states, attention_mask=None)
+        return model.lm_head(last.final_layernorm(states))
+
+
+def _draw_matrices(head: nn.Module, spread: float) -> None:
+    for module in head.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=spread)
+
+
+def build_head(model: PreTrainedModel) -> MtpHead:
+    """A float32 head with random weights, for a model of either family."""
+    heads: dict[str, Callable[[PreTrainedModel], MtpHead]] = {
+        "qwen3_5_text": QwenMtpHead,
+        "nemotron_h": NemotronMtpHead,
+    }
+    return heads[model.config.model_type](model).float()

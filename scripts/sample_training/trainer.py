@@ -38,6 +38,7 @@ class Trainer:
         steps: int,
         seed: int,
         device: str,
+        only_head: bool = False,
     ):
         """Move everything to ``device``.
 
@@ -51,6 +52,7 @@ class Trainer:
             steps: Length of the schedule.
             seed: Picks the windows.
             device: ``cpu`` or ``cuda``.
+            only_head: Leave the model as it is.
         """
         if len(tokens) <= length:
             raise ValueError(f"expected more than {length} training tokens, got {len(tokens)}")
@@ -61,7 +63,10 @@ class Trainer:
         self.windows = torch.Generator(device).manual_seed(seed)
         self.offsets = torch.arange(length + 1, device=device)
         self.window = torch.zeros(batch, length + 1, dtype=torch.int64, device=device)
-        self.parameters = [*self.model.parameters(), *(self.mtp.parameters() if self.mtp is not None else ())]
+        self.only_head = only_head
+        self.model.requires_grad_(not only_head)
+        both = [*self.model.parameters(), *(self.mtp.parameters() if self.mtp is not None else ())]
+        self.parameters = [parameter for parameter in both if parameter.requires_grad]
         self.optimizer = self._optimizer(torch.device(device).type == "cuda")
         self.stream = torch.cuda.Stream() if torch.device(device).type == "cuda" else None
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -133,14 +138,17 @@ class Trainer:
         self.loss.copy_(loss.detach())
 
     def _losses(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The main model's mean loss in nats per token, and the sum that is trained."""
+        """The mean loss in nats per token of the main model, or of the head if only that is trained, and what is
+        trained."""
         ids = self.window
-        hidden = hidden_states(self.model, ids[:, :-1])
+        with torch.set_grad_enabled(not self.only_head):
+            hidden = hidden_states(self.model, ids[:, :-1])
         loss = cross_entropy(self.model.lm_head(hidden).flatten(0, 1).float(), ids[:, 1:].flatten())
         if self.mtp is None:
             return loss, loss
         ahead = self.mtp(self.model, ids[:, 1:-1], hidden[:, :-1])
-        return loss, loss + MTP_WEIGHT * cross_entropy(ahead.flatten(0, 1).float(), ids[:, 2:].flatten())
+        ahead_loss = cross_entropy(ahead.flatten(0, 1).float(), ids[:, 2:].flatten())
+        return (ahead_loss, ahead_loss) if self.only_head else (loss, loss + MTP_WEIGHT * ahead_loss)
 
 
 def schedule(step: int, steps: int) -> float:
