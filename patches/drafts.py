@@ -36,6 +36,7 @@ DEFAULT_ASSISTANT_TOKENS = 20  # transformers' own, for an assistant that does n
 FIRST_WITH_MTP = Version("5.23.0")
 DEFAULT_MTP_TOKENS = 3
 DFLASH = "dflash"
+LOOKUP = "prompt_lookup_num_tokens"
 NO_EARLY_EXIT = ("nemotron_h",)  # transformers always runs all of its layers
 
 _config_lock = Lock()
@@ -53,7 +54,7 @@ def drafted_tokens(model: Any, generation_config: Any, assistant_model: Any, ask
     if generation_config.assistant_early_exit is not None:
         return _assistant_tokens(model)
     if generation_config.prompt_lookup_num_tokens is not None:
-        return _count("prompt_lookup_num_tokens", generation_config.prompt_lookup_num_tokens)
+        return _count(LOOKUP, generation_config.prompt_lookup_num_tokens)
     if uses_mtp(generation_config):
         return DEFAULT_MTP_TOKENS if asked is None else _count("num_assistant_tokens", asked)
     if assistant_model is None:
@@ -76,8 +77,8 @@ def _assistant_tokens(assistant: Any) -> int:
 
 
 def _count(name: str, value: Any) -> int:
-    """A number of tokens; transformers' own schedules make whole floats of it."""
-    is_whole = value.is_integer() if isinstance(value, float) else type(value) is int
+    """A number of tokens; transformers' own schedules make whole floats of an assistant's."""
+    is_whole = type(value) is int or (isinstance(value, float) and value.is_integer() and name != LOOKUP)
     if not is_whole or value < 1:
         raise ValueError(
             f"{name} must be a whole number of at least 1, got {value!r}: so many tokens are drafted at a time; leave "
@@ -90,13 +91,13 @@ def warn_of_two(generation_config: Any, assistant_model: Any) -> None:
     """Say which drafter is taken where a call names several: transformers would not."""
     given = {
         "assistant_early_exit": generation_config.assistant_early_exit is not None,
-        "prompt_lookup_num_tokens": generation_config.prompt_lookup_num_tokens is not None,
+        LOOKUP: generation_config.prompt_lookup_num_tokens is not None,
         "use_mtp": bool(getattr(generation_config, "use_mtp", None)),
         "assistant_model": assistant_model is not None,
     }
     taken, *others = [name for name, is_given in given.items() if is_given]
     if others:
-        logger.warning("generate got several drafters: %s drafts, %s is not used", taken, " and ".join(others))
+        logger.warning("generate got several drafters: %s drafts, without %s", taken, " and ".join(others))
 
 
 def check_drafter(model: Any, generation_config: Any) -> None:

@@ -17,6 +17,7 @@ from tests.support.speculation import assert_as_if_fed, perturbed, speculate
 from tests.test_assisted import (
     EVERY_CACHE,
     EVERY_FAMILY,
+    EVERY_WINDOW,
     HAS_MTP,
     STEPS,
     mostly_right,
@@ -147,8 +148,9 @@ def test_two_turns_with_multi_token_prediction() -> None:
 
 
 @EVERY_CACHE
+@EVERY_WINDOW
 @EVERY_FAMILY
-def test_an_assistant_with_another_tokenizer(family: str, implementation: str) -> None:
+def test_an_assistant_with_another_tokenizer(family: str, window: int, implementation: str) -> None:
     """Its drafts are translated; where that changes tokens further back than its cache can undo, it starts over."""
     other = next(name for name in FAMILIES if name != family)
     model, assistant = sample(family), sample(f"{other}_draft")
@@ -156,7 +158,7 @@ def test_an_assistant_with_another_tokenizer(family: str, implementation: str) -
         "tokenizer": transformers.AutoTokenizer.from_pretrained(rt.sample_model(family)),
         "assistant_tokenizer": transformers.AutoTokenizer.from_pretrained(rt.sample_model(other)),
     }
-    arguments = tokenizers | settings(implementation, 3) | {"assistant_model": assistant}
+    arguments = tokenizers | settings(implementation, window) | {"assistant_model": assistant}
     rounds = speculate(model, text(family), **arguments)
     assert torch.equal(rounds.sequences, truth(family, trained=True))
     rounds.check(accepting=2)

@@ -208,12 +208,13 @@ def test_processors_and_criteria(count: int, extra: dict[str, Any], family: str,
             torch.testing.assert_close(got[going_on], want[going_on], rtol=0, atol=2e-4)
 
 
+@EVERY_CACHE
 @EVERY_FAMILY
-def test_stop_strings(family: str) -> None:
+def test_stop_strings(family: str, implementation: str) -> None:
     model = sample(family)
     tokenizer = transformers.AutoTokenizer.from_pretrained(rt.sample_model(family))
-    for stop in (["self"], ["return", "\n\n"]):
-        arguments = settings(tokenizer=tokenizer, stop_strings=stop)
+    for stop in (["self"], ["return", "\n\n"], ["append(item", "support\nfrom"]):  # the last ones are of several tokens
+        arguments = settings(implementation, tokenizer=tokenizer, stop_strings=stop)
         plain = model.generate(**texts(family), **arguments)
         with observed(model) as rounds:
             output = model.generate(**texts(family), **arguments, prompt_lookup_num_tokens=4)
@@ -250,13 +251,14 @@ def test_what_is_left_in_the_cache(family: str, implementation: str) -> None:
     assert rounds.forwards[0] == 4, "the last token of the first turn and three new ones"
 
 
-def test_streamers_get_what_all_rows_have() -> None:
-    model, streamer = tiny("qwen3_5"), Columns()
-    end = truth("qwen3_5")[1, 12].item()
+@EVERY_FAMILY
+def test_streamers_get_what_all_rows_have(family: str) -> None:
+    model, streamer = tiny(family), Columns()
+    end = truth(family)[1, 12].item()
     output = model.generate(
         **prompt(5, 9, PADS),
         **settings(eos_token_id=end),
-        assistant_model=mostly_right("qwen3_5"),
+        assistant_model=mostly_right(family),
         streamer=streamer,
     )
     assert streamer.ended

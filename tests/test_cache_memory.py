@@ -12,8 +12,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import replay_transformers as rt
+from replay_transformers.generation.loop import Loop
+from replay_transformers.kernels.ring import rows_due
 from replay_transformers.layers import ReplayLayer
 from tests.support import models
+from tests.support.batches import Oracle, observed
 from tests.support.cached import feed, ids, model_for, new_cache
 from tests.support.snapshots import tensors
 
@@ -165,7 +168,14 @@ def watched(cache: rt.ReplayCache) -> Iterator[StateTraffic]:
         yield traffic
 
 
-# heads x head_dim x state_dim is larger than anything else that a step of one token makes
+def assert_only_folds_move(traffic: StateTraffic, cache: rt.ReplayCache, folds: bool) -> None:
+    """Nothing of the states' size is written or made unless a row folds, which writes each checkpoint once."""
+    assert len(traffic.writes) == (len(cache.replay_layers) if folds else 0), traffic.writes
+    assert folds or traffic.allocations == []
+    assert bool(traffic.allocations) == folds, "the watch sees nothing"
+
+
+# heads x head_dim x state_dim is larger than anything else that a step of a few tokens makes
 BIG_STATES = {
     "qwen3_5": {"linear_key_head_dim": 40, "linear_value_head_dim": 36},
     "nemotron_h": {"ssm_state_size": 72, "mamba_head_dim": 20},
@@ -182,9 +192,65 @@ def test_plain_steps_move_nothing_of_the_states_size(family: str) -> None:
         due = int(cache.cursor.committed[0]) + 1 > window
         with watched(cache) as traffic:
             feed(model, cache, ids(2, 1, seed=step))
-        assert len(traffic.writes) == (len(cache.replay_layers) if due else 0), traffic.writes
-        assert due or traffic.allocations == []
-        assert bool(traffic.allocations) == due, "the watch sees nothing"
+        assert_only_folds_move(traffic, cache, due)
+
+
+def folds_next(cache: rt.ReplayCache, tokens: int) -> bool:
+    """Whether a forward of so many tokens folds records of any row."""
+    _, committed, pending = cache.cursor.tensors()
+    assert cache.cursor.early is not None
+    return bool(rows_due(committed, pending, tokens, cache.replay_config.window, cache.cursor.early).any())
+
+
+@EVERY_FAMILY
+@GROWING_AND_FIXED
+def test_verifications_move_nothing_of_the_states_size(family: str, fixed: bool) -> None:
+    """Nor do forwards of several tokens and the commits behind them, of other numbers in each row, if no row folds."""
+    model, drafts, seen = models.FAMILIES[family](**BIG_STATES[family]), 5, []
+    cache = new_cache(model, 24, drafts, max_cache_len=96 if fixed else None)
+    cache.activate_past_recording()
+    feed(model, cache, ids(2, 7), 7)
+    cache.crop(0)
+    for step, rejected in enumerate([(0, 3), (5, 1), (2, 2), (1, 4), (4, 0), (3, 5), (0, 1), (2, 3), (1, 0), (5, 2)]):
+        folds = folds_next(cache, drafts)
+        with watched(cache) as traffic:
+            feed(model, cache, ids(2, drafts, seed=step), drafts)
+            cache.crop(-torch.tensor(rejected))
+        assert_only_folds_move(traffic, cache, folds)
+        seen.append(folds)
+    assert cache.cursor.ragged
+    assert 1 <= sum(seen) <= 3, "rounds of both kinds"
+
+
+@EVERY_FAMILY
+@pytest.mark.parametrize("implementation", ["replay", "replay_static"])
+def test_rounds_of_speculation_move_nothing_of_the_states_size(
+    family: str, implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the target's forward to the drafter that hears what was accepted."""
+    model, inputs, drafts, seen = models.FAMILIES[family](**BIG_STATES[family]), models.prompt(3, 9), 4, []
+    truth = models.greedy_without_cache(model, inputs["input_ids"], inputs["attention_mask"], 24)
+    begin = Loop._round
+
+    def round_of(self: Any, rows: Any, draft: Any, *rest: Any) -> Any:
+        cache = self.target.cache
+        folds = folds_next(cache, draft.tokens.shape[1] + 1)
+        with watched(cache) as traffic:
+            answer = begin(self, rows, draft, *rest)
+        assert_only_folds_move(traffic, cache, folds)
+        seen.append(folds)
+        return answer
+
+    monkeypatch.setattr(Loop, "_round", round_of)
+    with observed(model, lambda drafter: Oracle(truth, drafts)) as rounds:
+        output = model.generate(
+            **inputs, max_new_tokens=24, do_sample=False, cache_implementation=implementation,
+            cache_config={"window": 16, "draft_length": "fixed"}, prompt_lookup_num_tokens=drafts,
+        )  # fmt: skip
+    assert torch.equal(output, truth)
+    assert any(len(set(added)) > 1 for added in rounds.added), "rows accept different numbers of drafts"
+    assert seen.count(False) >= 4
+    assert True in seen
 
 
 @EVERY_FAMILY

@@ -83,6 +83,19 @@ def test_another_batch_size(model: str, fixed: bool) -> None:
     feed(model_for(model), cache, ids(2, 2))
 
 
+@EVERY_FAMILY
+@GROWING_AND_FIXED
+def test_a_forward_of_no_tokens(family: str, fixed: bool) -> None:
+    """As after a call that passes again what the cache holds already: it says how many tokens those are."""
+    model, cache = model_for(family), new_cache(model_for(family), max_cache_len=32 if fixed else None)
+    message = "needs at least one row and one new token, got 2 rows of 0"
+    assert_refused_unchanged(model, cache, ids(2, 0), f"{message}$")
+    feed(model, cache, ids(2, 7), 5, 1, 1)
+    more = ": the cache holds 7 tokens, so pass more than those, or call reset"
+    assert_refused_unchanged(model, cache, ids(2, 0), message + more)
+    feed(model, cache, ids(2, 2))
+
+
 @pytest.mark.parametrize("model", ["nemotron_h-M*", "nemotron_h-M", "qwen3_5-attention-last"])
 @GROWING_AND_FIXED
 def test_another_dtype(model: str, fixed: bool) -> None:

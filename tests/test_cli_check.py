@@ -88,6 +88,16 @@ def test_without_a_gpu_or_memory_it_says_that_it_cannot_say() -> None:
     assert "the memory of cpu is not known" in findings(found, "note")
 
 
+def test_memory_that_does_not_hold_the_model() -> None:
+    note = "the memory does not hold the model and a single sequence"
+    found = record("qwen3_5", "--memory", "0.001")
+    assert found["largest_batch"] == 0
+    assert found["refused"] is False
+    assert note in findings(found, "note").splitlines()
+    assert note in " ".join(run("qwen3_5", "--memory", "0.001").output.split())
+    assert note not in findings(record("qwen3_5", "--memory", "1"), "note")
+
+
 def test_other_models_are_refused(tmp_path: Path) -> None:
     llama = transformers.LlamaConfig(
         vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
@@ -238,7 +248,8 @@ def test_drafters() -> None:
     expected = "no MTP head can be used: use_mtp needs transformers 5.23.0" if is_old else "MTP head: one layer"
     assert expected in findings(record("qwen3_5"), "note")
     notes = findings(record("nemotron_h"), "note")
-    assert "no MTP head" in notes
+    assert expected in notes
+    assert "no MTP head" in findings(record("nemotron_h_draft"), "note")
     assert "no early exit: assistant_early_exit is not supported" in notes
     assert "prompt lookup and assistant models" in notes
 

@@ -39,8 +39,11 @@ def assert_rows_as_if_fed(model: Any, cache: rt.ReplayCache, ids: torch.Tensor, 
 
 @pytest.mark.parametrize("implementation", ["replay", "replay_static"])
 @pytest.mark.parametrize("pads", [[2], [0, 3, 6, 1, 2]], ids=len)
+@pytest.mark.parametrize("window", [1, 3, 16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_commit(family: str, pads: list[int], implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_commit(
+    family: str, window: int, pads: list[int], implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, inputs, checked = FAMILIES[family](), prompt(len(pads), 9, pads), []
     truth = greedy_without_cache(model, inputs["input_ids"], inputs["attention_mask"], STEPS)
     begin = Loop._round
@@ -54,7 +57,7 @@ def test_every_commit(family: str, pads: list[int], implementation: str, monkeyp
         return answer
 
     monkeypatch.setattr(Loop, "_round", round_of)
-    settings = {"window": 3, "draft_length": "fixed"}
+    settings = {"window": window, "draft_length": "fixed"}
     with observed(model, lambda drafter: Oracle(truth, 4)) as rounds:
         output = model.generate(
             **inputs, max_new_tokens=STEPS, do_sample=False, cache_implementation=implementation,

@@ -107,5 +107,5 @@ def test_memory_is_flat_over_fifty_calls_with_rejections(
         model.generate(**_inputs(), **arguments, assistant_model=assistant)
         torch.cuda.synchronize()
         allocated.append(torch.cuda.memory_allocated())
-    assert allocated[-1] == allocated[2]
+    assert allocated[2:] == allocated[2:3] * 48
     assert bool(captures) == (compiling is GRAPHS)

@@ -229,6 +229,7 @@ def test_an_early_exit_that_raises_leaves_the_model_whole(monkeypatch: pytest.Mo
 
 @pytest.mark.usefixtures("enabled")
 @pytest.mark.core
+@pytest.mark.smoke
 def test_multi_token_prediction_that_does_not_work() -> None:
     arguments = {"prompt_lookup_num_tokens": None, "use_mtp": True} | REPLAY
     if not HAS_MTP:

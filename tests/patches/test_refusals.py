@@ -159,7 +159,7 @@ def test_forwards_without_tokens_and_changes_to_no_rows() -> None:
     model = build_qwen3_5()
     cache = rt.ReplayCache(model.config)
     cached_forward(model, cache, prompt(1, 5)["input_ids"])
-    with pytest.raises(ValueError, match=r"one new token, got 1 rows of 0; .*reset\(\) forgets it"):
+    with pytest.raises(ValueError, match=r"one new token, got 1 rows of 0: the cache holds 5 tokens, .*reset\(\)"):
         cached_forward(model, cache, torch.zeros(1, 0, dtype=torch.long))
     with pytest.raises(ValueError, match="select no rows"):
         cache.batch_select_indices(torch.tensor([], dtype=torch.long))
