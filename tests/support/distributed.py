@@ -24,6 +24,7 @@ import transformers.models.qwen3_5.modeling_qwen3_5  # noqa: F401  # what the se
 from replay_transformers.cli.loading import Loaded
 from tests.support.scripts import SCRIPTS
 
+GRACE = 10  # seconds
 DEADLINE = 120
 MODEL, NEW = "qwen3_5_draft", 6  # a sample model, and tokens of a completion
 TEXTS = (
@@ -117,6 +118,7 @@ def run(folder: Path, *arguments: str, processes: int = 1, kill: Kill | None = N
         process.join(DEADLINE)
         if process.exitcode != 0:  # as a launcher does
             for other in started:
+                other.join(GRACE if kill is None else 0)  # it may be about to end by itself, for the same reason
                 other.kill()
     for process in started:
         process.join()
