@@ -36,7 +36,7 @@ DEFAULT_ASSISTANT_TOKENS = 20  # transformers' own, for an assistant that does n
 FIRST_WITH_MTP = Version("5.23.0")
 DEFAULT_MTP_TOKENS = 3
 DFLASH = "dflash"
-LOOKUP = "prompt_lookup_num_tokens"
+EARLY_EXIT, LOOKUP, MTP = "assistant_early_exit", "prompt_lookup_num_tokens", "use_mtp"
 NO_EARLY_EXIT = ("nemotron_h",)  # transformers always runs all of its layers
 
 _config_lock = Lock()
@@ -51,10 +51,11 @@ def drafted_tokens(model: Any, generation_config: Any, assistant_model: Any, ask
     Raises:
         ValueError: it would draft fewer than one token.
     """
-    if generation_config.assistant_early_exit is not None:
+    named = _named(generation_config)
+    if named[:1] == [EARLY_EXIT]:
         return _assistant_tokens(model)
-    if generation_config.prompt_lookup_num_tokens is not None:
-        return _count(LOOKUP, generation_config.prompt_lookup_num_tokens)
+    if named[:1] == [LOOKUP]:
+        return _count(LOOKUP, generation_config.prompt_lookup_num_tokens, floats=False)
     if uses_mtp(generation_config):
         return DEFAULT_MTP_TOKENS if asked is None else _count("num_assistant_tokens", asked)
     if assistant_model is None:
@@ -66,8 +67,13 @@ def drafted_tokens(model: Any, generation_config: Any, assistant_model: Any, ask
 
 def uses_mtp(generation_config: Any) -> bool:
     """Whether the model's own MTP head drafts: of two drafters that a call names, transformers takes the other one."""
-    others = (generation_config.assistant_early_exit, generation_config.prompt_lookup_num_tokens)
-    return bool(getattr(generation_config, "use_mtp", None)) and others == (None, None)
+    return _named(generation_config)[:1] == [MTP]
+
+
+def _named(generation_config: Any) -> list[str]:
+    """The drafters that a configuration names, the one that transformers takes first; all come before an assistant."""
+    names = [name for name in (EARLY_EXIT, LOOKUP) if getattr(generation_config, name) is not None]
+    return names + [MTP] * bool(getattr(generation_config, MTP, None))
 
 
 def _assistant_tokens(assistant: Any) -> int:
@@ -76,9 +82,9 @@ def _assistant_tokens(assistant: Any) -> int:
     return DEFAULT_ASSISTANT_TOKENS if tokens is None else _count(name, tokens)
 
 
-def _count(name: str, value: Any) -> int:
+def _count(name: str, value: Any, *, floats: bool = True) -> int:
     """A number of tokens; transformers' own schedules make whole floats of an assistant's."""
-    is_whole = type(value) is int or (isinstance(value, float) and value.is_integer() and name != LOOKUP)
+    is_whole = type(value) is int or (floats and isinstance(value, float) and value.is_integer())
     if not is_whole or value < 1:
         raise ValueError(
             f"{name} must be a whole number of at least 1, got {value!r}: so many tokens are drafted at a time; leave "
@@ -89,13 +95,7 @@ def _count(name: str, value: Any) -> int:
 
 def warn_of_two(generation_config: Any, assistant_model: Any) -> None:
     """Say which drafter is taken where a call names several: transformers would not."""
-    given = {
-        "assistant_early_exit": generation_config.assistant_early_exit is not None,
-        LOOKUP: generation_config.prompt_lookup_num_tokens is not None,
-        "use_mtp": bool(getattr(generation_config, "use_mtp", None)),
-        "assistant_model": assistant_model is not None,
-    }
-    taken, *others = [name for name, is_given in given.items() if is_given]
+    taken, *others = _named(generation_config) + ["assistant_model"] * (assistant_model is not None)
     if others:
         logger.warning("generate got several drafters: %s drafts, without %s", taken, " and ".join(others))
 

@@ -235,8 +235,7 @@ class Run:
     def refuse(self, cell: Cell, rows: int, facts: dict[str, Any]) -> None:
         """Store that stock cannot run a cell."""
         status = f"too much for stock's scan, which takes {rows} rows of it"
-        record = {"preset": cell.preset.name, "configuration": cell.label, "batch": cell.batch, "prompt": cell.prompt}
-        self.results.put(cell.key, {**record, "gpus": cell.gpus, "status": status, **facts}, self.where)
+        self.results.put(cell.key, {**cell.facts, "status": status, **facts}, self.where)
         console.print(f"{cell.key}: {status}")
 
     def expect(self, model: Any, cell: Cell, rows: int) -> Expected | None:

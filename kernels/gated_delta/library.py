@@ -47,4 +47,4 @@ def update(
         )
         return result
 
-    return scan_in_pieces(scan, (q, k, v, g, beta), state, *reach(q, v))
+    return scan_in_pieces(scan, (q, k, v, g, beta), state, *reach(q, k, v))

@@ -230,7 +230,7 @@ def _run(
 def _library_scan(geometry: LayerGeometry, kernels: Any, *operands: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
     """In place of a layer's ``update``."""
     scan, reach = _LIBRARY_SCANS[geometry.kind]
-    return scan_in_pieces(functools.partial(scan, geometry), operands, state, *reach(operands))
+    return scan_in_pieces(functools.partial(scan, geometry), operands, state, *reach(*operands))
 
 
 def _mamba_scan(geometry: LayerGeometry, x: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -267,6 +267,6 @@ def _delta_scan(
 
 
 _LIBRARY_SCANS: dict[str, tuple[Callable[..., Any], Callable[..., tuple[int, int]]]] = {
-    "mamba2": (_mamba_scan, lambda operands: mamba.reach(*operands)),
-    "gated_delta": (_delta_scan, lambda operands: delta.reach(operands[0], operands[2])),
+    "mamba2": (_mamba_scan, mamba.reach),
+    "gated_delta": (_delta_scan, delta.reach),
 }

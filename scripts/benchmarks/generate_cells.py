@@ -78,6 +78,17 @@ class Cell:
         return self.configuration if is_default else f"{self.configuration}@{self.precision.label}"
 
     @property
+    def facts(self) -> dict[str, Any]:
+        """What its record begins with."""
+        return {
+            "preset": self.preset.name,
+            "configuration": self.label,
+            "batch": self.batch,
+            "prompt": self.prompt,
+            "gpus": self.gpus,
+        }
+
+    @property
     def cache_settings(self) -> dict[str, Any]:
         """Of the replay cache."""
         one = self.precision
@@ -163,10 +174,10 @@ def checked_rows(batch: int) -> list[int]:
 
 def expected_output(model: Any, batch: int, prompt: int, steps: int, at_once: int | None = None) -> Expected:
     """What stock decoding with a dynamic cache gives, ``at_once`` rows at a time; patches must be off."""
-    ids, checked = prompt_ids(model, batch, prompt), checked_rows(batch)
+    ids, checked, count = prompt_ids(model, batch, prompt), checked_rows(batch), at_once or batch
     tokens, logits = [], []
-    for begin in range(0, batch, at_once or batch):
-        some = ids[begin : begin + (at_once or batch)]
+    for begin in range(0, batch, count):
+        some = ids[begin : begin + count]
         rows = [row - begin for row in checked if begin <= row < begin + len(some)]
         recorder = StepRecorder(model.device, rows)
         _, output = run_generate(model, some, steps, recorder)
@@ -178,14 +189,7 @@ def expected_output(model: Any, batch: int, prompt: int, steps: int, at_once: in
 
 def measure_cell(model: Any, cell: Cell, settings: Settings, expected: Expected | None) -> dict[str, Any]:
     """Check, then time; what does not fit into memory says so in ``status``, and so does a failed check."""
-    record: dict[str, Any] = {
-        "preset": cell.preset.name,
-        "configuration": cell.label,
-        "batch": cell.batch,
-        "prompt": cell.prompt,
-        "gpus": cell.gpus,
-        "status": "measured",
-    }
+    record: dict[str, Any] = {**cell.facts, "status": "measured"}
     if cell.configuration not in STOCK:
         record |= cell.cache_settings
     try:

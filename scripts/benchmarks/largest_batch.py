@@ -130,35 +130,39 @@ def search(
         raise ValueError(f"prompts of {cell.prompt} tokens are too long for stock's scan: choose shorter ones")
     tried: Tried = dict(earlier["tried"]) if earlier else {}
     expected: Expected | None = None
-    limit: Record = {}
+
+    def is_refused(batch: int) -> bool:
+        return cell.configuration in STOCK and at_once(batch, cell.prompt) < batch
+
+    def record() -> Record:
+        is_limited = any(is_refused(int(batch)) for batch in tried)
+        return _record(cell, tried) | ({"limit": "stock's scan"} if is_limited else {})
+
     start = int(next(iter(tried))) if tried else predicted(model, cell, settings) or cell.batch
     while (batch := next_batch(tried, start)) is not None:
         if not has_room():
             return
-        if cell.configuration in STOCK and at_once(batch, cell.prompt) < batch:
-            tried[str(batch)], limit = None, {"limit": "stock's scan"}
-            save(_record(cell, tried) | limit)
+        if is_refused(batch):
+            tried[str(batch)] = None
+            save(record())
             continue
         if expected is None:
             rows = at_once(MULTIPLE, cell.prompt)
             expected = expected_output(model, MULTIPLE, cell.prompt, settings.checked, rows)
         times = tried[str(batch)] = attempt(model, cell, batch, settings, expected)
         if times and not times["logit_error"] <= settings.tolerance:
-            save(_record(cell, tried) | limit | {"status": f"wrong: logits differ by {times['logit_error']:.0%}"})
+            save(record() | {"status": f"wrong: logits differ by {times['logit_error']:.0%}"})
             return
-        save(_record(cell, tried) | limit)
-    record = _record(cell, tried) | limit
-    save({**record, "status": "measured" if record["batch"] else "does not fit"})
+        save(record())
+    found = record()
+    save({**found, "status": "measured" if found["batch"] else "does not fit"})
 
 
 def _record(cell: LargestBatch, tried: Tried) -> Record:
     best = max((int(batch) for batch, times in tried.items() if times), default=0)
     return {
-        "preset": cell.preset.name,
-        "configuration": cell.label,
+        **cell.facts,
         "batch": best,
-        "prompt": cell.prompt,
-        "gpus": cell.gpus,
         "status": UNFINISHED,
         "tried": tried,
         **(tried.get(str(best)) or {}),

@@ -124,7 +124,7 @@ def rows_at_once(functions: dict[str, str], geometries: Iterable[LayerGeometry],
         elif geometry.kind == "gated_delta" and package == "fla":
             q = torch.empty(batch, prompt, geometry.groups, geometry.state_dim, device="meta")
             v = torch.empty(batch, prompt, geometry.heads, geometry.head_dim, device="meta")
-            rows, tokens = gated_delta.reach(q, v)
+            rows, tokens = gated_delta.reach(q, q, v)
         else:
             continue
         most = min(most, rows if tokens == prompt else 0)

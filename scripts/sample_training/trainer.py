@@ -143,12 +143,14 @@ class Trainer:
         ids = self.window
         with torch.set_grad_enabled(not self.only_head):
             hidden = hidden_states(self.model, ids[:, :-1])
+        ahead_loss = torch.zeros((), device=ids.device)
+        if self.mtp is not None:
+            ahead = self.mtp(self.model, ids[:, 1:-1], hidden[:, :-1])
+            ahead_loss = cross_entropy(ahead.flatten(0, 1).float(), ids[:, 2:].flatten())
+        if self.only_head:
+            return ahead_loss, ahead_loss
         loss = cross_entropy(self.model.lm_head(hidden).flatten(0, 1).float(), ids[:, 1:].flatten())
-        if self.mtp is None:
-            return loss, loss
-        ahead = self.mtp(self.model, ids[:, 1:-1], hidden[:, :-1])
-        ahead_loss = cross_entropy(ahead.flatten(0, 1).float(), ids[:, 2:].flatten())
-        return (ahead_loss, ahead_loss) if self.only_head else (loss, loss + MTP_WEIGHT * ahead_loss)
+        return loss, loss + MTP_WEIGHT * ahead_loss
 
 
 def schedule(step: int, steps: int) -> float:

@@ -164,7 +164,7 @@ def test_how_much_mamba_ssm_can_take(rows: int, tokens: int, projected: int | No
 def test_how_much_flash_linear_attention_can_take(rows: int, tokens: int, want: tuple[int, int]) -> None:
     """Qwen3.5-4B's shapes."""
     q, v = (torch.empty(rows, tokens, heads, 128, device="meta") for heads in (16, 32))
-    assert gated_delta.reach(q, v) == want
+    assert gated_delta.reach(q, q, v) == want
 
 
 @pytest.mark.parametrize("axes", [(0, 1, 2), (0, 2, 1), (1, 0, 2)], ids=str)

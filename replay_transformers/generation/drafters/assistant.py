@@ -31,7 +31,6 @@ class Assistant:
         self.model, self.most, self.processors, self.do_sample = model, most, processors, do_sample
         self._behind = 0  # rounds without a draft since the last one
         self._longest = 0  # tokens that its longest row has seen, or more: the host does not ask
-        self._fed = 0  # tokens per row in the last draft's forwards
 
     def start(self, rows: Rows, states: torch.Tensor | None) -> None:
         """Take in the prompts."""
@@ -43,7 +42,7 @@ class Assistant:
         """Exactly ``length`` tokens per row."""
         tokens, probabilities = rows.ids.new_empty(rows.batch, 0), []
         following, self._behind = rows.last(2 + self._behind), 0
-        self._fed = following.shape[1] + length - 1
+        self._longest += following.shape[1] - 1  # what a finished row keeps of this round
         for _ in range(length):
             logits = self.model.forward(following)[:, -1:].float()
             following, drawn_from = draw(self.processors, rows, tokens, logits, self.do_sample)
@@ -59,5 +58,5 @@ class Assistant:
             self._behind += 1
             return
         # it has seen two old tokens and all drafts but the last; of a row that is finished it keeps one, as good as any
-        self._longest = max(rows.longest - 2, self._longest + self._fed - drafted)
+        self._longest = max(rows.longest - 2, self._longest)
         self.model.reject((drafted + 1 - added).clamp(max=drafted), self._longest)
